@@ -68,7 +68,7 @@ class _Dispatcher(CPUDispatcher):  # type: ignore[misc]  # numba has no types
 
 
 class _Compiled(_Dispatcher):
-    """A function that Python calls. Compiled callers use ``inner``, which lacks the Python wrapper: a third of compile
+    """A function that Python calls. Compiled callers use ``inner``, without Python's wrapper: a third of compile
     time."""
 
     @functools.cached_property

@@ -140,8 +140,8 @@ def owner_of(namespace: str) -> str:
 
 
 def eviction(entries: Sequence[tuple[KeyT | None, str, int]]) -> KeyT | None:
-    """Return the oldest key of the largest owner, so that no owner evicts another's; None if all must stay.
-    ``entries``: keys (None to stay), owners and sizes, least recently used first."""
+    """Return the oldest key of the largest owner; None if all must stay. ``entries``: keys (None to stay), owners,
+    sizes."""
     sizes: Counter[str] = Counter()
     for _, owner, size in entries:
         sizes[owner] += size

@@ -25,8 +25,6 @@ NO_CODE = llvm.parse_assembly("").as_bitcode()
 
 
 class _Packing(CompileResultCacheImpl):  # type: ignore[misc]  # numba has no types
-    """The cached form of a compiled function."""
-
     def reduce(self, result: Any) -> Any:
         """Add the symbols it needs to numba's form, and drop LLVM code that no caller inlines."""
         (name, kind, (code, shared)), *rest = result._reduce()
@@ -133,7 +131,6 @@ class MachineCodeFile(IndexDataCacheFile):  # type: ignore[misc]  # numba has no
             return {}
 
     def _remove(self) -> None:
-        """Remove files that the index no longer names; a process that misses one compiles it."""
         for file in self._folder.glob(f"{self._name}.*.nbc"):
             with suppress(OSError):
                 file.unlink()

@@ -14,8 +14,7 @@ REGISTERING_THREADS = 8
 
 
 def brought(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Copy a CPU tensor to a device through pinned memory: without it, the copy waits for all earlier work of the
-    device."""
+    """Copy a CPU tensor to a device through pinned memory: other copies wait for all earlier work of the device."""
     if torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

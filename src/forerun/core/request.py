@@ -120,7 +120,6 @@ class Request:
         self._ids = torch.from_numpy(self._buffer)
 
     def __len__(self) -> int:
-        """Return the number of tokens so far, with the prompt."""
         return self._end - self._padding
 
     @property

@@ -183,8 +183,7 @@ class Sampler:
         return highest_of_rows(scores, self.seed, positions, self.salt if salt is None else salt)
 
     def chances(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the unprocessed probability of tokens ``[n]`` by logits ``[n, V]``; float64 ``[n]``, on their
-        device."""
+        """Return the probability of tokens ``[n]`` by raw logits ``[n, V]``; float64 ``[n]``, on their device."""
         return logits.softmax(-1).gather(-1, tokens[:, None])[:, 0].double()
 
     def inner(self) -> Sampler:

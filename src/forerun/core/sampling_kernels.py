@@ -37,8 +37,7 @@ _CHANCE_BITS, _DIGIT = 36, 12  # bits of a float32, zero-extended, and those exa
 
 
 def best_with_noise(scores: npt.NDArray[Any], key: int) -> int:
-    """Return the token with the highest score ``[V]`` plus noise, given the noise's 64-bit key; 0 if all scores are
-    -inf."""
+    """Return the token with the highest score ``[V]`` plus noise for a 64-bit key; 0 if all scores are -inf."""
     return int(_search(scores, np.uint64(key), np.empty(_BLOCK, np.float64)))
 
 

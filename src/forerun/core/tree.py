@@ -200,7 +200,6 @@ class DraftTree:
         return self._part(np.flatnonzero(keep).tolist(), parents)
 
     def _part(self, nodes: slice | list[int], parents: IntArray) -> DraftTree:
-        """Return some of the nodes, given their parents' new indices."""
         known: list[Any] = [self.q, self.probability, self.origins]
         return DraftTree(self.tokens[nodes], parents, *(None if each is None else each[nodes] for each in known))
 

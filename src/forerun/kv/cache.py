@@ -41,8 +41,8 @@ OperationLog = Callable[["Cache", str, tuple[Any, ...], object], None]
 
 @dataclass(frozen=True)
 class LayerShape:
-    """One layer's keys and values of a token: KV heads, size of a head's key and value, bytes per number, and the
-    window as in ``AttentionSpec``."""
+    """One layer's keys and values of a token: KV heads, key and value size, bytes per number; window as
+    ``AttentionSpec``."""
 
     heads: int
     dim: int
@@ -179,8 +179,7 @@ class Cache(ABC):
         return attend_in_order(q, [rows], [block], spec)
 
     def recurrent(self) -> RecurrentStates:
-        """Return the states of the row's recurrent layers after ``length`` tokens; raise NotImplementedError without
-        any."""
+        """Return the states of the row's recurrent layers; raise NotImplementedError without any."""
         raise NotImplementedError(f"a {type(self).__name__} keeps no states of recurrent layers")
 
     def addressed(self, layers: Sequence[int], like: torch.Tensor, count: int) -> Addresses | None:
@@ -202,8 +201,7 @@ class Cache(ABC):
 
     @abstractmethod
     def truncate(self, length: int) -> None:
-        """Drop committed tokens from ``length`` on. Recurrent layers may drop more; see
-        ``RecurrentStates.truncate``."""
+        """Drop committed tokens from ``length`` on; recurrent layers may drop more."""
 
     @property
     @abstractmethod
@@ -234,8 +232,7 @@ def _logged(operation: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def append(rows: Rows | None, new: Rows, held: int, capacity: int, first: int = 0) -> Rows:
-    """Write ``new`` after the first ``held`` rows, in a new buffer for ``capacity`` tokens if needed; see
-    ``reserve``."""
+    """Write ``new`` after the first ``held`` rows; for a new buffer, see ``reserve``."""
     end = held + new[0].shape[2]
     rows = reserve(rows, new, held, end, capacity, first)
     for room, part in zip(rows, new, strict=True):
@@ -292,8 +289,8 @@ def slack(window: int) -> int:
 
 
 def most_rows(window: int) -> int:
-    """Return the maximum rows that a layer with this window keeps: it grows by its slack before it releases as much,
-    and a prompt block may come just then."""
+    """Return the maximum rows of a layer: it grows by its slack before it releases as much, and then a block may
+    come."""
     return window + 2 * slack(window) + MIN_SLACK_TOKENS
 
 

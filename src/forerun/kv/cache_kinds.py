@@ -29,8 +29,7 @@ def parts_of(cache: Cache) -> CacheParts:
 
 
 def made_of(parts: CacheParts, rotation: Rotation | None) -> Cache:
-    """Make a cache from ``parts_of``; raise ValueError if it needs the rotation of the model's keys, and that is
-    None."""
+    """Make a cache from ``parts_of``; raise ValueError if it needs the rotation of keys, and that is None."""
     return _KINDS[parts.kind].make(parts.values, rotation)
 
 

@@ -60,8 +60,7 @@ class FullCache(Cache):
         evenly spaced up to the last, and those of all tree nodes. Sparse caches select keys by them. Empty after
         truncation."""
         self.sample: dict[int, torch.Tensor] = {}
-        """Up to ``SAMPLED_QUERIES`` queries of the last pass that had as many, or else of the longest pass. Truncation
-        keeps them."""
+        """Queries of the last pass with ``SAMPLED_QUERIES``, or else of the longest pass. Truncation keeps them."""
         self.specs: Mapping[int, AttentionSpec] = {}
         """Each layer's attention parameters in the last pass."""
         self.views: WeakSet[View] = WeakSet()
@@ -101,7 +100,7 @@ class FullCache(Cache):
             self.sample[layer] = kept[:, :, :count]
 
     def wants_queries(self, block: Block) -> bool:
-        """Return whether to record the queries of a pass: in a prefill, if no pass had more, or if a view selects by
+        """Return whether to record a pass's queries: in a prefill, if no pass had more, or if a view selects by
         them."""
         known = next(iter(self.sample.values()), None)
         more = known is None or len(block) >= known.shape[2]
@@ -206,7 +205,6 @@ class FullCache(Cache):
             self._release()
 
     def _release(self) -> None:
-        """Release keys outside of sliding windows, except for some slack."""
         self._full_at = sys.maxsize if self.specs else 0
         for layer, rows in self._layers.items():
             if (spec := self.specs.get(layer)) is None or spec.window is None:
@@ -328,8 +326,7 @@ class FullCache(Cache):
             self._hold(list(self._layers), first.as_strided(shape, strides, first.storage_offset()))
 
     def saved_state(self, name: str) -> tuple[Tensors, int]:
-        """Return the state saved with the shared prefix by the view of this name, or an empty one, and how many of the
-        prefix's tokens this cache holds."""
+        """Return what this view saved with the shared prefix, or nothing, and how many prefix tokens this cache has."""
         found = self._prefix.state(name) if self._prefix is not None and self._prefix_length else None
         return (found, self._prefix_length) if found else ({}, 0)
 
@@ -354,8 +351,7 @@ class FullCache(Cache):
         return self._layers[layer][0][:, :, first:last]
 
     def read_together(self, first: int, last: int) -> torch.Tensor | None:
-        """Return a view of all layers' keys and values at some positions, ``[layers, 2, Hkv, m, d]``; None if layers
-        are not contiguous."""
+        """Return all layers' keys and values at some positions, ``[layers, 2, Hkv, m, d]``; None if not contiguous."""
         return None if self._store is None else self._store[:, :, :, first:last]
 
     @property
@@ -368,8 +364,7 @@ class FullCache(Cache):
         return self._layers[layer][0][:, :, : self.length : step]
 
     def chunks(self, layer: int, head: torch.Tensor, chunk: torch.Tensor, size: int) -> Rows:
-        """Return keys and values of chunks of ``size`` tokens, given their KV heads and numbers ``[n]``; ``[n, size,
-        d]`` each."""
+        """Return keys and values of chunks, given their KV heads and numbers ``[n]``; ``[n, size, d]`` each."""
         places = chunk[:, None] * size + torch.arange(size, device=chunk.device)
         return tuple(t[0][head[:, None], places] for t in self._layers[layer])
 

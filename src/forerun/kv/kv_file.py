@@ -145,7 +145,6 @@ def _placed(areas: Sequence[Area]) -> Iterator[tuple[int, int, Area]]:
 
 
 def _put(file: int, rows: torch.Tensor, place: int) -> Iterator[memoryview]:
-    """Write rows, yielding each piece before it is written."""
     data = rows.reshape(-1).view(torch.uint8).numpy().data
     for first in range(0, len(data), WRITE_BYTES):
         piece = data[first : first + WRITE_BYTES]
@@ -202,8 +201,7 @@ class KVFile:
         return *inode_of(self._file), self._own
 
     def verify(self) -> None:
-        """Compare all data with their checksums, on as many threads as torch uses; raise DamagedFileError if they
-        differ."""
+        """Compare all data with their checksums, on torch's threads; raise DamagedFileError if they differ."""
         data = map_private(self._file, self._size, self._first).numpy().data
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
             sums = threads.map(lambda run: _checksum([data[run[0] : run[0] + run[1]]], self._key), self._runs)

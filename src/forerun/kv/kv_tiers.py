@@ -215,8 +215,7 @@ class Tiers:
         return DeviceReserve(sum(min(self.shape.nbytes * n, min_device_bytes(self.shape, n)) for n in texts))
 
     def placement(self, tokens: int, reserve: DeviceReserve = NO_RESERVE, empty: bool = False) -> Placement:
-        """Return where a cache would be placed now, or if ``empty`` with no memory in use; allocate nothing. Raise
-        NoRoomError if it would fit nowhere."""
+        """Return where a cache would be placed, in ``empty`` or current memory; raise NoRoomError if nowhere."""
         with self._lock:
             taken = dict.fromkeys(TIERS, 0) if empty else self._collect()
             return place(self.memory, taken, self.shape, tokens, reserve, self._host_size)

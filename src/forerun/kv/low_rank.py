@@ -180,8 +180,7 @@ class LowRankCache(ChunkedView):
         return addresses_of(near, place, self._topk_table(layers, source))
 
     def _topk_table(self, layers: Sequence[int], source: Addresses) -> IntArray:
-        """Return one row of ``TopkFields`` per layer, recomputed when the index or the source's memory may have
-        moved."""
+        """Return one row of ``TopkFields`` per layer, cached until the index or the source's memory may move."""
         known = self._table
         if known is None or known[0] is not source.layers:
             k_strides, v_strides = source.strides[:2], source.strides[2:]
@@ -261,7 +260,6 @@ class LowRankCache(ChunkedView):
         return self._indexes[layer].known_bytes if self.choosing(layer) else 0
 
     def _write(self, layer: int, position: int, k: torch.Tensor, v: torch.Tensor) -> Rows:
-        """Write keys and values at a recent position, overwriting later ones; return all up to there."""
         place = position - self._tail
         end = place + k.shape[2]
         near = self._reserve(layer, (k, v), place, end)
@@ -270,8 +268,8 @@ class LowRankCache(ChunkedView):
         return tuple(t[:, :, :end] for t in near)
 
     def _reserve(self, layer: int, like: Rows, place: int, end: int) -> Rows:
-        """Return a layer's buffer of recent tokens with room for ``end``, and for one chunk that is read beyond; rows
-        from ``place`` on may be lost."""
+        """Return a buffer of recent tokens with room for ``end`` and a chunk more; rows from ``place`` on may be
+        lost."""
         before = self._near.get(layer)
         room = end + CHUNK_KEYS
         near = self._near[layer] = reserve(before, like, place, room, room + NEAR_GROWTH_TOKENS)
@@ -341,8 +339,7 @@ class ShortKeys:
         return cls((of_keys / scale).to(keys.dtype), of_queries, mean.to(keys.dtype), len(queries) // heads)
 
     def tensors(self, length: int) -> Tensors:
-        """Return the complete groups in the first ``length`` tokens, for ``of_tensors``; they are final, so not
-        copied."""
+        """Return the complete groups in the first ``length`` tokens, for ``of_tensors``: final, so not copied."""
         groups = min(self._known, length // CHUNK_KEYS) // GROUP_CHUNKS
         self._kept = max(self._kept, groups)
         return {

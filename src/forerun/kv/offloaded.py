@@ -55,8 +55,7 @@ class PendingCopy(Protocol):
 
 
 class CopyEngine:
-    """Copies between tiers while ``device`` computes, on a CPU optionally at ``bandwidth`` bytes per second; raises
-    ValueError for a bandwidth on another device."""
+    """Copies between tiers while ``device`` computes, on a CPU optionally at ``bandwidth`` bytes per second."""
 
     def __init__(self, device: torch.device, bandwidth: float | None = None) -> None:
         if bandwidth is not None and device.type != "cpu":
@@ -102,8 +101,7 @@ class CopyEngine:
                 self._urgent_done.notify_all()
 
     def gather(self, rows: Rows, head: torch.Tensor, chunk: torch.Tensor, size: int) -> tuple[Rows, PendingCopy]:
-        """Copy chunks from pinned memory by the device, in order with its computation; see ``FullCache.chunks``. The
-        memory may be freed once the copy has ended."""
+        """Copy chunks from pinned memory by the device, in order with its computation; see ``FullCache.chunks``."""
         from forerun.kernels.gpu.gather import gather_chunks  # needs Triton
 
         found = list[torch.Tensor]()
@@ -401,7 +399,6 @@ class OffloadedCache(FullCache):
         return [*self._writes, *(copy for buffer in self._buffers for copy in buffer.copies)]
 
     def _wait_for_writes(self) -> None:
-        """Wait until all rows are written back, before the CPU reads or moves them."""
         for copy in self._writes:
             copy.finish()
         self._writes = []

@@ -66,8 +66,8 @@ class _Inputs:
         self.reserve(len(new), read, end, new).copy_(new)
 
     def reserve(self, count: int, read: int, end: int, like: torch.Tensor) -> torch.Tensor:
-        """Make room for ``count`` rows like ``like`` from position ``end`` on, and keep all rows after the ``read``
-        tokens in the states."""
+        """Make room for ``count`` rows from position ``end`` on; keep all rows after the ``read`` tokens in the
+        states."""
         check_type(self.rows.dtype, like.dtype)
         place = end - self.first
         if place + count > len(self.rows) or (len(self.rows) > MAX_INPUTS and count <= KEPT_INPUTS):
@@ -117,8 +117,7 @@ class _BlockPlan:
 
 
 class RecurrentStates:
-    """States of all recurrent layers of one row, after ``length`` committed tokens. A pass has no effect without
-    ``commit``."""
+    """States of all recurrent layers of one row after ``length`` committed tokens; a pass needs ``commit``."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -144,8 +143,7 @@ class RecurrentStates:
     def convolve(
         self, layer: int, x: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, block: Block
     ) -> torch.Tensor:
-        """Convolve the block's inputs ``[n, C]`` causally, with weights as for ``short_convolution.convolve``; ``[n,
-        C]``."""
+        """Convolve the block's inputs ``[n, C]`` causally; see ``short_convolution.convolve``."""
         before, end = len(weights) - 1, self.length + len(block)
         plan, inputs = self._planned(block), self._convolved(layer, before, x)
         inputs.append(x, self._position, self.length)
@@ -168,8 +166,7 @@ class RecurrentStates:
         return self._inputs[key]
 
     def advance(self, layer: int, shape: GatedShape, rows: torch.Tensor, q: torch.Tensor, block: Block) -> torch.Tensor:
-        """Compute a recurrence over the block, with ``rows`` and ``q`` as for ``gated_states.run_states``; ``[n, heads,
-        out_dim]``."""
+        """Compute a recurrence over the block, ``[n, heads, out_dim]``; see ``gated_states.run_states``."""
         key, plan = (layer, STATE_KIND), self._planned(block)
         state = self._states.setdefault(layer, _State())
         state.asked = state.asked or q.dtype
@@ -256,8 +253,7 @@ class RecurrentStates:
         }
 
     def beginning(self, tensors: Tensors, length: int) -> RecurrentStates:
-        """Return states up to the last snapshot in a prefix's first ``length`` tokens (see ``saved_state``), which keep
-        snapshots where these do."""
+        """Return states up to the last snapshot in a prefix's first ``length`` tokens, from ``saved_state``."""
         states = RecurrentStates()
         states._turns = self._turns
         for name, t in tensors.items():
@@ -295,7 +291,6 @@ class RecurrentStates:
         return self._plan
 
     def _is_kept(self, position: int, end: int) -> bool:
-        """Return whether a snapshot is kept once the states have ``end`` tokens."""
         last = (end // SNAPSHOT_TOKENS - 1) * SNAPSHOT_TOKENS
         return position % self._spacing == 0 or position in self._turns or position >= last
 

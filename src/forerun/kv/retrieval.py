@@ -142,7 +142,6 @@ class RetrievalCache(ChunkedView):
         self.refreshes += 1
 
     def _write(self, place: int, first: int) -> None:
-        """Copy the source's tokens from ``first`` on to index ``place`` of each layer."""
         end = place + self.length - first
         self._reserve(end)
         if self._store is not None and (together := self.source.read_together(first, self.length)) is not None:
@@ -292,7 +291,7 @@ class ChosenChunks:
         return some.gather(1, scores.topk(count, -1).indices)
 
     def _replace(self, best: torch.Tensor, source: FullCache, layer: int, rows: Rows) -> None:
-        """Copy the missing chunks of ``best`` into slots of unwanted ones; all on a GPU, as counting changes would cost
+        """Copy the missing chunks of ``best`` into unwanted slots; all on a GPU, as counting changes would cost
         more."""
         heads, count = best.shape
         if elsewhere(best) and not source.offloaded:

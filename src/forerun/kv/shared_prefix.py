@@ -100,8 +100,7 @@ class SharedPrefix:
 
     @classmethod
     def of(cls, layers: Mapping[int, Rows], length: int, capacity: int) -> SharedPrefix:
-        """Copy keys ``[1, Hkv, >= length, d]`` and values ``[1, Hkv, >= length, dv]`` into memory for caches of
-        ``capacity`` tokens."""
+        """Copy keys and values ``[1, Hkv, >= length, d]`` into memory for caches of ``capacity`` tokens."""
         layout = Layout.of(layers, capacity)
         on_cpu = all(t.device.type == "cpu" for rows in layers.values() for t in rows)
         memory = SharedMemory.of(layout) if layers and on_cpu else None
@@ -129,8 +128,7 @@ class SharedPrefix:
         return SharedPrefix(self.layout, length, os.dup(self._file), written=self._written)
 
     def layers(self, capacity: int) -> dict[int, Rows]:
-        """Return private rows for a cache that starts from the prefix, with room for at least ``capacity`` tokens; on a
-        CPU contiguous, unless they must be copied."""
+        """Return private rows for a cache that starts from the prefix, with room for ``capacity`` tokens."""
         if self._file is not None and capacity <= self.layout.capacity:
             return self.layout.cut(map_private(self._file, self.layout.size, self._offset))
         held = self._held if self._file is None else self.layers(0)
@@ -176,8 +174,8 @@ class SharedMemory:
         return cls(layout, os.memfd_create("forerun", os.MFD_CLOEXEC)) if hasattr(os, "memfd_create") else None
 
     def prefix(self, length: int) -> SharedPrefix:
-        """Return the first ``length`` tokens. The cache that wrote them continues from this prefix too, and writes no
-        more here."""
+        """Return the first ``length`` tokens. The cache that wrote them continues from them too, and writes no more
+        here."""
         return SharedPrefix(self.layout, length, os.dup(self._file), written=[length])
 
 

@@ -63,8 +63,7 @@ class LayerRotation:
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """A model's rotary embedding, as found by ``rotary_probe``: each layer's rotation, or None if position does not
-    matter."""
+    """A model's rotary embedding (``rotary_probe``): each layer's rotation, or None if position does not matter."""
 
     layers: Mapping[int, LayerRotation | None]
 

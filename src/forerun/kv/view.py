@@ -69,8 +69,7 @@ class View(Cache):
     def sync(self) -> None: ...
 
     def _window_rows(self, layer: int, window: int, tail: int, near: Rows) -> Rows:
-        """Return a sliding window of a layer; ``near``, which ends with the current block, starts at position
-        ``tail``."""
+        """Return a sliding window of a layer; ``near``, with the current block, starts at position ``tail``."""
         first = max(0, self.length - window + 1)
         before = self.source.read(layer, min(first, tail), tail)
         return tuple(
@@ -105,8 +104,7 @@ class ChunkIndex(Protocol):
         """Tokens whose keys are indexed."""
 
     def extend(self, read: Callable[[int, int], torch.Tensor], length: int) -> None:
-        """Index a sequence's keys up to ``length``, a multiple of the chunk; ``read`` returns those of some positions,
-        ``[Hkv, m, d]``."""
+        """Index a sequence's keys up to ``length``, a multiple of the chunk; ``read`` returns some, ``[Hkv, m, d]``."""
 
 
 class ChunkedView(View):

@@ -100,8 +100,8 @@ class Index(NamedTuple):
 
     @classmethod
     def for_tokens(cls, tokens: int) -> Index:
-        """Return an empty index with room for two sequences of this total length: each token is counted after
-        ``ORDERS`` contexts, plus up to two from gapped matches."""
+        """Return an empty index for two sequences of this total length, counted after ``ORDERS`` contexts and two of
+        matches."""
         index = cls.allocate((ORDERS + 2) * tokens, 5 * (ORDERS + 2) * tokens, tokens // CHUNK_TOKENS + 3)
         return index._replace(recycled=_zeros(OWN_LISTS, RECYCLED_LIST))
 
@@ -111,8 +111,7 @@ class Index(NamedTuple):
         return cls.allocate(*_rows(nbytes))._replace(recycled=_zeros(_lists(nbytes), RECYCLED_LIST))
 
     def within(self, whole: Index, nbytes: int) -> Index:
-        """Move to the first rows of the large arrays of ``whole``, up to ``nbytes``, which must cover the rows in
-        use."""
+        """Move to the first rows of the large arrays of ``whole``, up to ``nbytes``, with all rows in use."""
         slots, rows, chunks = _rows(nbytes)
         return self._replace(
             slots=whole.slots[: slots + 1],
@@ -136,8 +135,8 @@ class Index(NamedTuple):
         return int(used) + sum(part.nbytes for part in (self.hints, self.recent, self.free_blocks, self.state))
 
     def with_hints(self, more: int = 0) -> Index:
-        """Return the index with at least one hint per token, with ``more`` to come. The table is tiled, so hints stay
-        at their hashes under the longer mask."""
+        """Return the index with at least one hint per token, with ``more`` to come; tiling keeps hints at their
+        hashes."""
         factor = 1
         while len(self.hints) * factor < self.tokens + more:
             factor *= 2
@@ -211,7 +210,6 @@ def find(index: Index, hashed: np.uint64) -> int:
 
 @compiled
 def _split(index: Index) -> None:
-    """Split bucket ``state.split`` into two."""
     slots, heads, state = index.slots, index.heads, index.state[0]
     low, high = state.split, state.split + state.mask + 1
     slot = heads[low]

@@ -72,7 +72,6 @@ def _expand_recent(mixer: Mixer, workspace: DraftWorkspace, node: int, bound: in
 
 @compiled
 def _rank_recent(own: Index, shared: Index, mixer: Mixer, recent: CandidateTable) -> None:
-    """Sort recent tokens by the log-odds of their frequency and recency."""
     clear(recent)
     gather_recent(own, shared, recent)
     ranked = recent.candidates

@@ -24,8 +24,7 @@ COPIED, UNIGRAM, RECYCLED, NOISY, SUBSTITUTE, SKIPPED, MATCHED = (
 two recycled lists, by order; known noise; the substitute; two skips; two gapped matches."""
 
 BIAS = MATCHED + 2
-"""Number of inputs, and the column of the constant in ``Mixer.weights``. The constant has no cell, nor has ``NOISY``,
-which is added directly."""
+"""Number of inputs, and the constant's column in ``Mixer.weights``. The constant and ``NOISY`` have no cell."""
 
 COUNT_CLASSES, TOTAL_CLASSES, FOLLOWER_STATES = 9, 10, 3
 """Classes of a follower's count (the last: it did not follow the shorter context either) and of a context's total, and
@@ -46,8 +45,7 @@ FREQUENCY_CLASSES, RECENCY_CLASSES = 16, 6
 CONTEXT_CELLS = COUNT_CLASSES * TOTAL_CLASSES * FOLLOWER_STATES
 
 SUBSTITUTE_GROUP, SKIP_GROUP = 2 * ORDERS, 2 * ORDERS + 1
-"""Groups of ``CONTEXT_CELLS`` cells after those of the contexts: one for substitutes, and two for each match's skips
-(to a predicted token, and ``SKIPS``)."""
+"""Groups of ``CONTEXT_CELLS`` cells: one for substitutes, and two for each match's skips (predicted, and ``SKIPS``)."""
 
 COPY_CELLS = (2 * ORDERS + 5) * CONTEXT_CELLS
 

@@ -81,7 +81,6 @@ def _relocate(index: Index, slot: int, rows: int, old: int, new: int) -> int:
 
 @compiled
 def _pair(index: Index, slot: int, token: int) -> bool:
-    """Add a second follower; return False if there is no room."""
     slots, blocks = index.slots, index.blocks
     block = _allocate(index, FIRST_SIZE_CLASS)
     if block == 0:
@@ -129,7 +128,6 @@ def _append(index: Index, slot: int, token: int) -> bool:
 
 @compiled
 def _entry(index: Index, block: int, token: int) -> int:
-    """Return a follower's number in a block, from 1, or 0."""
     blocks = index.blocks
     for entry in range(1, blocks[block].followers + 1):
         if blocks[block + entry].token == token:
@@ -217,7 +215,6 @@ def _erase(index: Index, slot: int, entry: int) -> None:
 
 @compiled
 def _uncount_in(index: Index, slot: int, token: int) -> None:
-    """Undo one count of a follower, or of one that was replaced."""
     blocks = index.blocks
     block = -1 - index.slots[slot].value
     entry = _entry(index, block, token)

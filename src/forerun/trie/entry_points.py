@@ -44,8 +44,7 @@ def _set_noise(workspace: DraftWorkspace, text: np.record, ahead: int) -> None:
 def _learn_evidence(
     own: Index, shared: Index, cursor: TextCursor, mixer: Mixer, workspace: DraftWorkspace, token: int, rate: float
 ) -> None:
-    """Train the mixer on the token that came. Recent tokens are trained at every other token, which halves their
-    cost."""
+    """Train the mixer on the token that came; on recent tokens at every other token, which halves their cost."""
     table, evidence = workspace.table, workspace.evidence
     set_root(own, shared, cursor, workspace)
     gather(own, shared, workspace, 0, 0.0)

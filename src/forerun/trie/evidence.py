@@ -142,8 +142,7 @@ def _note_skip(evidence: PositionEvidence, row: int, skip: int, count: int, tota
 
 @compiled
 def count_skips(own: Index, match: np.record, row: int, hashed: np.uint64, evidence: PositionEvidence) -> None:
-    """Fill in ``PositionEvidence.skips`` from how often each skip followed the last two tokens, hashed to
-    ``hashed``."""
+    """Fill in ``PositionEvidence.skips`` from how often each skip followed the last two tokens."""
     skipped = skip_hash(match, row, hashed)
     slot = find(own, skipped) if skipped != 0 else 0
     if slot == 0:
@@ -319,8 +318,7 @@ def complete(table: CandidateTable, evidence: PositionEvidence, noise: RecordArr
 
 @compiled
 def _frequency_class(index: Index, token: int) -> int:
-    """Return the log-scale class of a token's frequency in a source, ``e ** (1 / 1.5)`` each; 0 if it never
-    occurred."""
+    """Return the log-scale class of a token's frequency, ``e ** (1 / 1.5)`` each; 0 if it never occurred."""
     slot = find(index, mix(np.uint64(0), token))
     if slot == 0:
         return 0
@@ -346,8 +344,7 @@ def _add_recent(index: Index, source: int, table: CandidateTable, first: int) ->
 
 @compiled
 def gather_recent(own: Index, shared: Index, table: CandidateTable) -> None:
-    """Add recent tokens to the table, with frequency and recency; earlier candidates have better evidence and keep
-    it."""
+    """Add recent tokens, with frequency and recency; earlier candidates have better evidence and keep it."""
     first = table.size[0]
     _add_recent(own, OWN, table, first)
     _add_recent(shared, SHARED, table, first)

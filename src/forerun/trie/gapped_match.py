@@ -66,8 +66,7 @@ SKIP_MARK = 1 << 31
 """Mixed into a skip context's hash, plus the match's number. No token has such an id."""
 
 SKIPS = 2 * PROMPT_LOOKAHEAD
-"""The skip to an unpredicted token. Skips below ``PROMPT_LOOKAHEAD`` are the distance to the token, those from there on
-to its spelling."""
+"""The skip to an unpredicted token. Others are the distance to a token, or that plus the lookahead, to its spelling."""
 
 
 @compiled
@@ -102,8 +101,7 @@ def current_substitute_hash(own: Index, match: np.record) -> np.uint64:
 
 @compiled
 def skip_hash(match: np.record, row: int, hashed: np.uint64) -> np.uint64:
-    """Return the context of the skip, if the prompt's match waits or the output's is followed, else 0; ``hashed`` is of
-    the last two tokens."""
+    """Return the context of the skip, if the prompt's match waits or the output's is followed, else 0."""
     if match.position == 0 or match.resumed + 1 < MIN_RESUMED or match.spelled != 0:
         return np.uint64(0)
     waits = match.gap != 0

@@ -40,12 +40,10 @@ from forerun.trie.token_store import UNWRITTEN
 WEIGHT_COLUMNS = BIAS + 1
 
 TEXT_SETS = 81
-"""Weight sets for evidence from sequences: three classes each of longest request and namespace context, copies and
-matches."""
+"""Weight sets for evidence from sequences: three classes each of longest contexts by source, copies and matches."""
 
 SETS = 4 * TEXT_SETS
-"""Rows of ``Mixer.weights``: ``TEXT_SETS`` for each class of recycled logits: no list, not on the list, on the list
-after one token, after two."""
+"""``TEXT_SETS`` for each class of recycled logits: no list, not on the list, on the list after one token, after two."""
 
 KNOTS = 33
 """Points of the correction: log-odds from -8 to 8 in steps of 0.5."""

@@ -30,8 +30,8 @@ MIN_GROWTH_BYTES = 1 << 16
 
 
 class Texts(NamedTuple):
-    """A raw copy of a namespace's outputs, decoded later: rows of ``Index.text``, and the first chunk of each output,
-    oldest first, int64 ``[n]``."""
+    """A raw copy of outputs, decoded later: rows of ``Index.text``, and each output's first chunk, oldest first,
+    int64."""
 
     rows: RecordArray
     firsts: IntArray
@@ -104,8 +104,7 @@ class Namespace:
             self.outputs.append(cursor.first_chunk)
 
     def make_room(self, tokens: int) -> None:
-        """Grow if little room is left; if growth is denied, remove old outputs, up to ``WITHDRAWN_PER_TOKEN`` tokens
-        per new one."""
+        """Grow if little room is left, or else remove old outputs, up to ``WITHDRAWN_PER_TOKEN`` tokens per new one."""
         if self._allow is not None and self.granted < self.capacity and arrays.tight(self.index):
             self._grow(self._allow)
         patience = WITHDRAWN_PER_TOKEN * tokens

@@ -58,8 +58,8 @@ BLOCK_LOGITS = 64
 
 @compiled
 def best_of_rows(logits: Float32Array, tokens: Int32Array, scores: Float32Array) -> None:
-    """Find the top tokens of logits ``[n, V]``, best first; fill ``tokens``, padded with -1, and ``scores``, ``[n,
-    LISTED]``."""
+    """Fill ``tokens`` and ``scores``, ``[n, LISTED]``, with the best of logits ``[n, V]``; tokens are padded with
+    -1."""
     rows, vocabulary = logits.shape
     for row in range(rows):
         tokens[row], scores[row] = -1, -np.inf
@@ -111,7 +111,6 @@ def _write(place: np.record, hashed: np.uint64, tokens: Int32Array, scores: Floa
 
 @compiled
 def _place(index: Index, hashed: np.uint64) -> int:
-    """Return the table row for a context's list, and count it as written."""
     row = table_row(hashed, len(index.recycled))
     if index.recycled[row].key == 0:
         index.state[0].lists += 1
@@ -158,8 +157,7 @@ def _add_listed(
     table: CandidateTable,
     least: float,
 ) -> bool:
-    """Make candidates of a list's tokens whose probability exceeds ``least``; return False if the context has no
-    list."""
+    """Make candidates of tokens on a list with a probability above ``least``; return False without a list."""
     place = lists[table_row(hashed, len(lists))]
     if place.key != hashed or hashed == 0:
         return False
@@ -184,8 +182,7 @@ def recall(
     table: CandidateTable,
     least: float,
 ) -> None:
-    """Make candidates from lists of a node's last tokens: for each context the request's, else the namespace's, else
-    the static one."""
+    """Make candidates from lists of a node's last tokens: the request's, else the namespace's, else the static one."""
     for order in range(RECYCLED_ORDERS, 0, -1):
         hashed, group = hashes[node, 0, order], 2 * (order - 1)
         evidence.unlisted[order - 1] = NONE

@@ -124,8 +124,7 @@ def follow_copy(index: Index, copies: RecordArray, node: int, source: int, token
 
 @compiled
 def _seek_copy(index: Index, cursor: TextCursor, source: int, own: Index) -> None:
-    """Move a copy after the latest occurrence of the last tokens, if as many agree there; the longer n-gram goes
-    first."""
+    """Move a copy after the latest occurrence of the last tokens, if as many agree; the longer n-gram goes first."""
     copy = cursor.copies[0, source]
     for length in (LONG_NGRAM, SHORT_NGRAM):
         if copy.agreed >= MAX_AGREED:

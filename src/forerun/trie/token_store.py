@@ -79,8 +79,7 @@ def _chunk(index: Index, before: int) -> int:
 
 @compiled
 def append(index: Index, end: int, token: int) -> int:
-    """Write a token after position ``end`` (0: the first of a sequence); return its position, or 0 if there is no
-    room."""
+    """Write a token after position ``end`` (0: the first of a sequence); return its position, or 0 without room."""
     inside = end != 0 and end % CHUNK_TOKENS < CHUNK_TOKENS - 1
     position = end + 1 if inside else _chunk(index, end // CHUNK_TOKENS) * CHUNK_TOKENS
     if position != 0:

@@ -202,8 +202,7 @@ class Trie(TrieStore):
 
     @locked
     def catch_up(self, request_id: int, tokens: int) -> bool:
-        """Index about ``tokens`` more tokens of the prompt, up to ``PROMPT_PIECE_TOKENS``; return whether it is
-        complete. ``step`` indexes the rest first."""
+        """Index about ``tokens`` more prompt tokens, up to ``PROMPT_PIECE_TOKENS``; return whether all are indexed."""
         live = self._of(request_id)
         live.index_unread(max(1, min(tokens, PROMPT_PIECE_TOKENS)))
         return not live.unread
@@ -290,8 +289,7 @@ class Trie(TrieStore):
         self.step([TextUpdate(request_id, tokens)])
 
     def recycle(self, request_id: int, rows: RecycledRows) -> None:
-        """Store the top tokens of rows of logits for drafts in the namespace; raise ValueError if array lengths
-        differ."""
+        """Store the top tokens of logits, for the namespace's drafts; raise ValueError if array lengths differ."""
         self.step([TextUpdate(request_id, lists=[(0, rows)])])
 
     def retrieve(self, request_id: int, budget: int, max_depth: int, pending: Tokens = ()) -> Draft:
@@ -319,7 +317,6 @@ class Trie(TrieStore):
         return int(entry_points.known_suffix(own, shared, cursor, scratch, tokens[live.length :]))
 
     def _addresses(self, live: _Live) -> tuple[int, int, int, int]:
-        """Return addresses for ``entry_points.step``: private and shared index, cursor, mixer."""
         (own, cursor), space = live.handles, self._shared[live.namespace]
         shared, mixer = space.handles
         return own.at(live.own), shared.at(space.index), cursor.at(live.cursor), mixer.at(space.mixer)

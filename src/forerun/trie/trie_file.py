@@ -40,8 +40,7 @@ class TrieFileError(ValueError):
 
 
 class Content(NamedTuple):
-    """The content of a file: outputs by namespace, int64, oldest first; their mixers; and the vocabulary's name,
-    or ""."""
+    """Outputs by namespace, int64, oldest first; their mixers; and the vocabulary's name, or ""."""
 
     namespaces: dict[str, list[IntArray]]
     mixers: dict[str, Mixer]

@@ -122,8 +122,7 @@ class TrieStore:
         return {name: space.changed for name, space in self._shared.items() if space.changed}
 
     def snapshot(self, namespace: str) -> tuple[list[IntArray], FloatArray]:
-        """Return a namespace's outputs, oldest first, and its mixer as a vector. Steps wait while four bytes per token
-        are copied."""
+        """Return a namespace's outputs, oldest first, and its mixer as a vector; steps wait while memory is copied."""
         with self.lock:
             texts, learned = self._texts(namespace), self._learned(namespace)
         return texts.read(), learned

@@ -94,9 +94,8 @@ class AttentionPart:
 
 @dataclass(frozen=True)
 class ConvolutionPart:
-    """A layer's short convolution over tokens, between two gates (LFM2): ``gate_out * convolve(gate_in * x)``.
-    ``inputs`` is the matrix of ``gate_in``, ``gate_out`` and x, stacked; ``taps`` is the module with weights ``[C, 1,
-    K]``."""
+    """A short convolution between two gates (LFM2): ``gate_out * convolve(gate_in * x)``. ``inputs`` is the matrix of
+    ``gate_in``, ``gate_out`` and x; ``taps`` is the module with weights ``[C, 1, K]``."""
 
     inputs: MatrixRows
     output: MatrixRows
@@ -197,7 +196,6 @@ def known_on_gpu(model: PreTrainedModel) -> bool:
 
 
 def _described(model: PreTrainedModel, device: str) -> bool:
-    """Return whether the layers are of a supported kind, unchanged, and on one kind of device."""
     config, decoder = text_config(model), decoder_of(model)
     if config.model_type not in FAMILIES or activation(config) not in ACTIVATIONS:
         return False
@@ -226,8 +224,8 @@ def layers(model: PreTrainedModel) -> list[DecoderLayer]:
 
 
 def angles(rotary: Any, kind: str | None, count: int, limit: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines of the first ``count`` positions, ``[count, half]`` each, for arguments as in
-    ``angles_at``. Positions do not exceed ``limit``, from which on all angles would change."""
+    """Return cosines and sines of the first ``count`` positions, ``[count, half]``, up to ``limit``; see
+    ``angles_at``."""
     like, chunks = torch.empty(0, dtype=torch.float32), []
     for first in range(0, count, ANGLES_CHUNK):
         last = first + ANGLES_CHUNK if limit is None or count > limit else min(first + ANGLES_CHUNK, limit)
@@ -300,8 +298,7 @@ def quantises(model: nn.Module) -> bool:
 
 
 def _plain(model: PreTrainedModel, device: str) -> bool:
-    """Return whether all modules are of unchanged, supported classes, and all weights of one type and on such a
-    device."""
+    """Return whether all modules are of unchanged, supported classes, and all weights alike."""
     if any(added_code(module) or not type(module).__module__.startswith(SOURCES) for module in model.modules()):
         return False
     blocks = {module.weight for module in model.modules() if as_stored(module)}
@@ -314,8 +311,7 @@ def _plain(model: PreTrainedModel, device: str) -> bool:
 
 
 def _fits(model: PreTrainedModel) -> bool:
-    """Return whether rows divide into vectors, layers of a kind have one shape, some have attention, and all matrices
-    are plain linear layers or all quantised."""
+    """Return whether rows divide into vectors, and layers and matrices of a kind are alike, some with attention."""
     head: Any = model.lm_head
     described = layers(model)
     linears = [*(part.module for layer in described for part in layer.matrices), head]
@@ -373,7 +369,6 @@ def _attention(part: Any, config: Any, kind: str | None) -> AttentionPart:
 
 
 def _norms(layer: Any) -> tuple[Any, Any, Any, Any]:
-    """Return norms before and after attention, and before and after the gated linear unit."""
     first, second = getattr(layer, "input_layernorm", None), layer.post_attention_layernorm
     if hasattr(layer, "pre_feedforward_layernorm"):
         return first, second, layer.pre_feedforward_layernorm, layer.post_feedforward_layernorm

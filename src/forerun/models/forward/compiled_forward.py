@@ -284,7 +284,6 @@ class CompiledForward:
         ]
 
     def _read(self, norm: Any) -> Op:
-        """Convert the residual stream to the next linear layer's input, normed if there is a norm."""
         if norm is not None:
             return self._norm(norm, _rows(self.x), TO_WORDS, _rows(self._input))
         decoder = self._decoder

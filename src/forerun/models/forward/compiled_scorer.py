@@ -149,8 +149,7 @@ class CompiledScorer(Scorer):
     def _prepare(
         self, decoder: Decoder, packed: PackedPass, kind: PassKind, topk: TopkTables | None = None
     ) -> tuple[CompiledForward, dict[str, int]]:
-        """Return a program for this pass and the ``PassFields`` of its memory, made larger if necessary; raise
-        ``IndexError`` if the embedding lacks a token of the pass."""
+        """Return a program for this pass and its memory's ``PassFields``; raise ``IndexError`` for an unknown token."""
         (least, most, last), work = packed.bounds, packed if topk is None else topk
         if least < 0 or most >= self._embedded:
             wrong = least if least < 0 else most
@@ -186,7 +185,6 @@ class CompiledScorer(Scorer):
     def _hand_over_queries(
         self, decoder: Decoder, compiled: CompiledForward, packed: PackedPass, caches: Sequence[Cache], kept: bool
     ) -> None:
-        """Record queries and attention parameters in full caches, for sparse caches."""
         specs, first = decoder.specs, 0
         for cache, block, count in zip(caches, packed.blocks, packed.counts, strict=True):
             if (full := cache.full) is not None and (kept or full.queries or full.specs is not specs):

@@ -38,8 +38,8 @@ LEVELS = get_args(Level)
 
 @dataclass(frozen=True)
 class Exactness:
-    """How exact passes are: ``bitwise`` if drafts cannot change a bit of the logits, else ``rounding``. ``reason`` says
-    why only ``rounding``, and which earlier measurement was used, if any."""
+    """``bitwise`` if drafts cannot change a bit of the logits, else ``rounding``; ``reason`` says why, or who measured
+    it."""
 
     level: Level
     reason: str | None = None
@@ -119,8 +119,7 @@ def _difference(scorer: Scorer, before: FullCache, text: IntArray, sizes: Sequen
 
 
 def _go_back(scorer: Scorer, cache: FullCache, text: IntArray, start: int, count: int) -> None:
-    """Truncate to a sequence's first ``count`` tokens after ``start``; recurrent layers may need to score some
-    again."""
+    """Truncate to a sequence's first ``count`` tokens after ``start``, scoring some again for recurrent layers."""
     cache.truncate(start + count)
     if missing := text[cache.length - start : count].tolist():
         block = Block(np.array(missing), DraftTree.empty(), cache.length)

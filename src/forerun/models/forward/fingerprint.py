@@ -116,7 +116,6 @@ def unknowable_code(model: PreTrainedModel) -> str | None:
 
 
 def _foreign_function(kind: type[nn.Module]) -> str | None:
-    """Find a function of another package in a class, or in the module that defines it."""
     module = sys.modules.get(kind.__module__)
     for each in (*vars(kind).values(), *(() if module is None else vars(module).values())):
         known = getattr(each, "__module__", "").partition(".")[0] in CODE_PACKAGES

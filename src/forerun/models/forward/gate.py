@@ -76,8 +76,7 @@ class UnsupportedModelError(ValueError):
 
 
 def kv_type(model: PreTrainedModel, name: str) -> torch.dtype | None:
-    """Return the type of cached keys and values by its name in ``KV_DTYPES``, None for the model's; raise ValueError if
-    this model cannot have it."""
+    """Return the type of cached keys and values by name, None for the model's; raise ValueError if unsupported."""
     if name not in KV_DTYPES:
         raise ValueError(f"kv_dtype is {name!r}; allowed are {', '.join(KV_DTYPES)}")
     if name == "auto" or model.dtype == torch.bfloat16:
@@ -199,7 +198,6 @@ def _reason_in_trees(scorer: Scorer) -> str | None:
 
 
 def _reason_in_chunk(scorer: Scorer) -> str | None:
-    """Return why prompt chunks, which a scorer may compute differently, are wrong, or None."""
     count, limit = scorer.prompt_chunk, position_limit(scorer.model)
     if count is None or (limit is not None and limit < 2 * count):
         return None

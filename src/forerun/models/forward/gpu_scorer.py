@@ -75,8 +75,8 @@ class TableLayers(NamedTuple):
 
 
 class TableRow(NamedTuple):
-    """Where a row's keys and values are: addresses ``[layers, 2]``, strides in bytes ``[layers, 4]`` or ``[4]``, and
-    the index of the block's first token."""
+    """Where a row's keys and values are: addresses ``[layers, 2]``, strides in bytes, and the index of the block's
+    start."""
 
     addresses: IntArray
     strides: IntArray | tuple[int, ...]
@@ -189,8 +189,7 @@ class GpuProgram:
 
 
 class Transfers(NamedTuple):
-    """Copies before and after each layer of a pass, for ``rows``: offloaded caches with their blocks' numbers of
-    tokens."""
+    """Copies before and after each layer of a pass, for ``rows``: offloaded caches with their blocks' lengths."""
 
     rows: Sequence[tuple[FullCache, int]]
 
@@ -237,8 +236,7 @@ class GpuScorer(Scorer):
 
     @torch.inference_mode()
     def warm_up(self, states_of: tuple[int, ...] = ()) -> None:
-        """Record passes of one row of every size; those of more rows and of long sequences are recorded at first
-        use."""
+        """Record passes of one row of every size; others, and long sequences, are recorded at first use."""
         tokens, cache = 1, FullCache(RECORDED_TOKENS)
         while self._program.layers is not None and tokens <= RECORDED_TOKENS:
             chain = DraftTree.chain(np.zeros(tokens - 1, np.int64))
@@ -254,7 +252,6 @@ class GpuScorer(Scorer):
         return super()._pass(blocks, caches, layers)
 
     def _score(self, tables: TableLayers, rows: Sequence[_Row], layers: tuple[int, ...]) -> PassResult:
-        """Score complete prompt chunks one by one, and the rest together."""
         chunks = [self._reads_chunk(block, cache) for block, cache, _ in rows]
         if not any(chunks):
             return self._score_together(tables, rows, layers)
@@ -280,7 +277,6 @@ class GpuScorer(Scorer):
         return list(map(PassResult, each, torch.split(states, [len(block) for block, _, _ in rows])))
 
     def _read_chunk(self, tables: TableLayers, row: _Row, states_of: tuple[int, ...]) -> PassResult:
-        """Score a complete prompt chunk by torch's libraries."""
         block, cache, _ = row
         decoder = self._program.decoder
         full = cache.full
@@ -314,7 +310,6 @@ class GpuScorer(Scorer):
         )  # fmt: skip
 
     def _hand_over_queries(self, layers: LayerQueries, rows: Sequence[_Row]) -> None:
-        """Pass to full caches what sparse caches read from them."""
         first = 0
         for block, cache, _ in rows:
             last = first + len(block)
@@ -327,7 +322,7 @@ class GpuScorer(Scorer):
 
 
 class TabledPass:
-    """A pass for the attention function (``Scorer``), over rows in tables. It collects each layer's parameters, and
+    """A pass for the attention function (``Scorer``) over rows in tables. It collects each layer's parameters, and
     queries if ``keeps``, in ``layers``, and fetches and writes back what is ``away``."""
 
     def __init__(
@@ -399,5 +394,4 @@ def _rows(tables: TableLayers, blocks: Sequence[Block], caches: Sequence[Cache])
 
 
 def _strides(rows: Rows) -> list[int]:
-    """Return the bytes between heads and between tokens, of keys and of values."""
     return [stride * t.element_size() for t in rows for stride in t.stride()[1:3]]

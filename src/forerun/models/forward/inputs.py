@@ -9,8 +9,8 @@ import torch
 from transformers import Cache, PreTrainedModel, QuantizedCache
 
 DERIVED_INPUTS = frozenset({"attention_mask", "position_ids", "use_cache", "cache_position", "logits_to_keep"})
-"""Inputs that transformers derives from token ids for every generate function. It adds an empty cache, whose name
-differs between versions and models: ``past_key_values``, ``cache_params``, ``cache``."""
+"""Inputs that transformers derives from token ids. It adds an empty cache, whose name differs between versions and
+models: ``past_key_values``, ``cache_params``, ``cache``."""
 
 
 def check_inputs(ids: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:

@@ -120,7 +120,6 @@ def _advance(shape: GatedShape, inputs: torch.Tensor, q: torch.Tensor) -> torch.
 
 
 def _split(rows: Pass, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Split ``[n, ...]`` by rows."""
     return torch.split(x.contiguous(), [len(block) for block in rows.blocks])
 
 

@@ -97,8 +97,7 @@ class StartupCache:
         return found
 
     def costs(self, scorer: Scorer) -> CostCurve:
-        """Return ``pass_timing.measure``'s result. A doubtful curve is kept only in the process, and measured again
-        when nothing disturbs passes."""
+        """Return ``pass_timing.measure``'s result; a doubtful curve stays in the process, and is measured again."""
         results = self._of(scorer, "costs")
         with suppress(KeyError, TypeError, ValueError):
             kept = dict(results.get())

@@ -169,8 +169,7 @@ _answers = _Answers()
 
 @contextmanager
 def use_implementations(model: PreTrainedModel, **names: str | None) -> Iterator[None]:
-    """Use other implementations of ``attn`` and ``experts``, by transformers' names, in this context and thread
-    only."""
+    """Use other implementations of ``attn`` and ``experts``, by transformers' names, in this context and thread."""
     internal = {f"_{kind}_implementation_internal": name for kind, name in names.items()}
     before = _inside.set(_Inside(frozenset(map(id, _configs(model.config))), internal))
     try:
@@ -204,8 +203,7 @@ def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 
 class PassResult(NamedTuple):
-    """Logits of the wanted tokens ``[m, V]``; states of all tokens, if requested; and the best token of each row of
-    logits, int64 ``[m]``, if the pass computes it."""
+    """Logits of wanted tokens ``[m, V]``; states of all tokens, if requested; best tokens ``[m]``, if computed."""
 
     logits: torch.Tensor
     states: torch.Tensor | None
@@ -213,8 +211,7 @@ class PassResult(NamedTuple):
 
 
 class Scorer:
-    """A model that ``forerun.models.forward.gate`` admits, scoring blocks of tokens over caches that come with each
-    call; ``kv_dtype`` from ``gate.kv_type``."""
+    """A model that ``gate`` admits, scoring blocks of tokens over caches that come with each call."""
 
     def __init__(self, model: PreTrainedModel, kv_dtype: torch.dtype | None = None) -> None:
         self.model, self.kv_dtype = model, kv_dtype
@@ -256,7 +253,6 @@ class Scorer:
             self._read_model()
 
     def _read_model(self) -> None:
-        """Reread the modules and weights' addresses that passes keep."""
         self._inputs = self.model.get_input_embeddings()
         self._watch = WeightWatch(self.model)
 
@@ -296,8 +292,7 @@ class Scorer:
         return bool(getattr(self.model.config.get_text_config(decoder=True), "sliding_window", None))
 
     def reads_whole(self, cache: Cache) -> bool:
-        """Return whether a prompt is prefilled into this cache in one pass, so that offloaded layers are written
-        once."""
+        """Return whether a prompt is prefilled in one pass, so that offloaded layers are written once."""
         return False
 
     @property
@@ -307,8 +302,7 @@ class Scorer:
         return False
 
     def warm_up(self, states_of: tuple[int, ...] = ()) -> None:
-        """Prepare what passes need once, so that no request waits for it. ``states_of``: layers whose states passes
-        return."""
+        """Prepare what passes need once; ``states_of``: layers whose states passes return."""
 
     @property
     def device(self) -> torch.device:
@@ -375,8 +369,8 @@ class Scorer:
         wanted: int | torch.Tensor,
         layers: tuple[int, ...] = (),
     ) -> PassResult:
-        """Compute logits ``[m, V]`` of the packed ids ``[n]``, of all if ``wanted`` is 0, else of those at its indices;
-        and the states of all ids, if there are layers."""
+        """Compute logits ``[m, V]`` of ids ``[n]``, of all if ``wanted`` is 0; and the states of all ids, if there are
+        layers."""
         arguments: dict[str, Any] = {"logits_to_keep": wanted} if self._keeps_logits else {}
         if layers:
             arguments["output_hidden_states"] = list(layers)

@@ -64,8 +64,8 @@ def _is_plain(value: Any) -> bool:
 
 
 class Change(Enum):
-    """How a model has changed. ``WEIGHTS``: parameters have other values in the same places, where programs read them.
-    ``MODEL``: anything else: modules, code, settings, buffers, the type or the places of weights."""
+    """``WEIGHTS``: parameters have other values in the same places, where programs read them. ``MODEL``: any other
+    change."""
 
     WEIGHTS = 1
     MODEL = 2
@@ -92,8 +92,7 @@ class WeightWatch:
         self._buffers = _Memory([*(module._buffers for module in modules), *filter(None, loose)], False)
 
     def look(self) -> Change | None:
-        """Return what has changed since the last call or construction, or None. After ``Change.MODEL`` a new watch is
-        needed: this one keeps dictionaries of modules that may be gone."""
+        """Return what has changed since the last call, or None. After ``Change.MODEL``, use a new watch."""
         same = (
             self._modules == self._children()
             and self._code == self._added_code()
@@ -115,7 +114,6 @@ class WeightWatch:
         return [hook for hooks in self._hooks if hooks for hook in _added(hooks)]
 
     def _same_settings(self) -> bool:
-        """Return whether all attributes are the same: objects by identity, plain values by value."""
         for number, (members, before) in enumerate(self._members):
             if not _equal(members, before):
                 if _contents(members) != _contents(before):

@@ -182,7 +182,6 @@ class DFlashHead(BlockHead):
             sequence.lengths[layer] += len(states)
 
     def _keys(self, layer: int, x: torch.Tensor, angles: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Project rows ``[n, hidden]`` to keys and values ``[1, Hkv, n, d]``."""
         keys = rms_norm(self._part(layer, "k", x), self._weights[f"layers.{layer}.self_attn.k_norm.weight"], self._eps)
         return rotated(keys, *angles), self._part(layer, "v", x)
 

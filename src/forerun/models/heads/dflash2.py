@@ -31,8 +31,8 @@ CODEBOOKS = ("predecessor_codebook", "successor_codebook")
 
 
 class SelectorGrowth(Growth):
-    """A growing tree with each level's candidates, ``[levels, k]``, their logits (``hidden``), and the projection of
-    each level's hidden state, ``[levels, rank]``."""
+    """A growing tree with each level's candidates and their logits, ``[levels, k]``, and projected states, ``[levels,
+    rank]``."""
 
     def __init__(
         self, sequence: HeadSequence, hidden: torch.Tensor, candidates: torch.Tensor, projected: torch.Tensor
@@ -101,8 +101,7 @@ class DFlash2Head(DFlashHead):
         return x + self._leave(f"{at}mlp_conv.", self._mlp(layer, y), deltas)
 
     def _enter(self, at: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Convolve a sublayer's input ``[n, hidden]``; also return kernels computed from it, ``[n, 2, taps,
-        groups]``."""
+        """Convolve a sublayer's input ``[n, hidden]``; also return its kernels, ``[n, 2, taps, groups]``."""
         deltas = linear(x, self._weights[f"{at}kernel_projection.weight"]).view(len(x), 2, self._taps, -1)
         return self._convolve(x, self._weights[f"{at}base_kernel"][0], deltas[:, 0]), deltas
 

@@ -51,8 +51,7 @@ NO_PRODUCTS = frozenset({"embed", "fc_norm"})
 
 
 class Eagle3Layers(Head):
-    """The decoder layers of EAGLE-3 and P-EAGLE, from a folder with ``config.json`` and safetensors files; raises
-    ValueError for what does not fit."""
+    """The decoder layers of EAGLE-3 and P-EAGLE, from a folder; raises ValueError for what does not fit."""
 
     kind = "EAGLE-3"
     read_entries = EAGLE_ENTRIES
@@ -136,7 +135,6 @@ class Eagle3Layers(Head):
         self._rotary = LlamaRotaryEmbedding(LlamaConfig(**fields, head_dim=self._dim)).to(target.device)
 
     def _take_layer(self, file: HeadFile, layer: int) -> dict[str, torch.Tensor | None]:
-        """Read a layer's weights; only the first one has embeddings as input."""
         size, at, w = self._size, f"layers.{layer}.", dict[str, torch.Tensor | None]()
         for name in ("input_layernorm", "post_attention_layernorm", *(("hidden_norm",) if layer == 0 else ())):
             w[name] = file.take(f"{at}{name}.weight", size)

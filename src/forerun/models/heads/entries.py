@@ -83,8 +83,8 @@ def count_in(config: Mapping[str, Any], name: str, folder: Path) -> int:
 def check_entries(
     config: Mapping[str, Any], read: Collection[str], single_valued: Mapping[str, Any], kind: str, folder: Path
 ) -> None:
-    """Raise ValueError, naming it, for an unsupported entry in a head's configuration, or a part of it; None counts as
-    absent. ``read`` and ``single_valued`` name entries that this head supports beyond those of every head."""
+    """Raise ValueError for an unsupported entry in a head's configuration; None counts as absent. ``read`` and
+    ``single_valued`` name entries that this head supports beyond those of every head."""
     only, file = {**SINGLE_VALUED, **single_valued}, folder / "config.json"
     for name, value in config.items():
         if value is None or name in read:
@@ -101,8 +101,7 @@ def check_entries(
 
 
 def windows(config: Mapping[str, Any], count: int, folder: Path) -> list[int | None]:
-    """Return each layer's window in tokens, with the query's; None for full attention. Raise ValueError for another
-    kind of layer, or a window that is not stated."""
+    """Return each layer's window, with the query's token; None for full attention. Raise ValueError if unclear."""
     kinds, file = config.get("layer_types"), folder / "config.json"
     if kinds is None and config.get("use_sliding_window"):
         raise ValueError(f"use_sliding_window is True in {file}, which has no layer_types to say where")
@@ -119,8 +118,7 @@ def windows(config: Mapping[str, Any], count: int, folder: Path) -> list[int | N
 
 
 def check_layers(layers: Sequence[Any], count: int, name: str, folder: Path) -> tuple[int, ...]:
-    """Return the target's layers that a head reads, as for ``Scorer.score_rows``; raise ValueError for one that a
-    target of ``count`` layers lacks."""
+    """Return the target's layers that a head reads; raise ValueError for one that ``count`` layers lack."""
     if not layers or not all(isinstance(layer, int) and 0 <= layer <= count for layer in layers):
         raise ValueError(f"{name} is {list(layers)!r} in {folder / 'config.json'}, and the target has {count} layers")
     return tuple(layers)

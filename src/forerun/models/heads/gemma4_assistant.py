@@ -82,8 +82,7 @@ class Gemma4AssistantHead(Head):
             )
 
     def _source(self, kind: str, theirs: Any, target: Scorer) -> int:
-        """Return the target's last layer of a kind that stores keys and values; raise ValueError if there is none, or
-        they do not fit the assistant's queries."""
+        """Return the target's last layer of a kind that stores keys and values; raise ValueError if none fits."""
         count = int(theirs.num_hidden_layers) - int(getattr(theirs, "num_kv_shared_layers", None) or 0)
         kinds = list(getattr(theirs, "layer_types", None) or ())[:count]
         if kind not in kinds:
@@ -175,8 +174,8 @@ class Gemma4AssistantHead(Head):
         return {kind: cache.read(source, first.get(kind, 0), end) for kind, source in self._sources.items()}
 
     def _score(self, rounds: Sequence[_Round], tokens: Sequence[Sequence[int]], states: torch.Tensor) -> torch.Tensor:
-        """Add nodes to several trees from the states before them, ``[n, backbone hidden]``; return logits after each,
-        ``[n, V]``."""
+        """Add nodes to trees from the states before them, ``[n, backbone hidden]``; return logits after each, ``[n,
+        V]``."""
         w, counts, device = self._weights, [len(own) for own in tokens], self._target.device
         ids = torch.tensor([token for own in tokens for token in own], device=device)
         ends = [each.sequence.next for each, count in zip(rounds, counts, strict=True) for _ in range(count)]
@@ -228,8 +227,6 @@ class Gemma4AssistantHead(Head):
 
 
 class _Round(Growth):
-    """A tree whose nodes all attend to ``keys``, by kind of layer."""
-
     def __init__(self, sequence: HeadSequence, keys: Mapping[str, Rows]) -> None:
         assert sequence.hidden is not None
         super().__init__(sequence, sequence.hidden[:0])

@@ -89,7 +89,6 @@ class Growth:
         self._tails: list[list[int]] = [[] for _ in sequence.rows]  # by layer, nodes with stored keys
 
     def __len__(self) -> int:
-        """Return the number of nodes, including the sequence's end."""
         return len(self._depths)
 
     @property
@@ -158,8 +157,7 @@ class Head(ABC):
         return self.token_bytes * _grown(tokens) + shortlist
 
     def record(self, sequence: HeadSequence, tokens: IntArray, start: int, states: torch.Tensor) -> None:
-        """Record hidden states ``[n, layers * hidden]`` of a sequence's tokens from ``start`` on, starting again there
-        if they do not continue the earlier ones."""
+        """Record hidden states ``[n, layers * hidden]`` of tokens from ``start`` on, restarting there after a gap."""
         if sequence.next != start:
             sequence.restart()
             sequence.first = start
@@ -175,8 +173,7 @@ class Head(ABC):
 
     @abstractmethod
     def start(self, sequences: Sequence[HeadSequence]) -> tuple[list[Growth], torch.Tensor]:
-        """Start a tree after each sequence; also return logits of the next tokens, ``[n, D]``. With shortlists, D is
-        the longest's length, and a shorter one's rows end in padding."""
+        """Start trees; return them and logits of the next tokens, ``[n, D]``, padded to the longest shortlist's D."""
 
     @abstractmethod
     def extend(

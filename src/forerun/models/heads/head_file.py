@@ -9,8 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 
 class HeadFile:
-    """A head's weights by name, from a folder's safetensors files; ``kind`` names the head in messages. Raises
-    ValueError if there is no such file, or it cannot be read."""
+    """A head's weights by name, from a folder's safetensors files; raises ValueError if they cannot be read."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         self._folder, self._kind, self._tensors = folder, kind, dict[str, torch.Tensor]()

@@ -25,8 +25,7 @@ HEAD_KINDS: tuple[tuple[Callable[[Mapping[str, Any]], bool], Callable[[str | Pat
 
 
 def load_head(folder: str | Path) -> Head:
-    """Return the head in a folder, or ``MTP``; binding it to a target reads the weights. Raise ValueError if the folder
-    has no head of a supported kind."""
+    """Return the head in a folder, or ``MTP``, without its weights; raise ValueError for an unsupported kind."""
     if folder == MTP:
         return MtpHead()
     kind = _kind(config_of(Path(folder)))

@@ -135,8 +135,7 @@ def _fill(
     device: torch.device,
     name_in_file: Callable[[str], str],
 ) -> None:
-    """Load tensors under a file's names into the layer, by transformers' operations for the target; raise ValueError
-    naming the first that does not fit."""
+    """Load a file's tensors into the layer, by transformers' operations; raise ValueError naming a wrong one."""
     dtype = next(heads.layers.parameters()).dtype
     settings = LoadStateDictConfig(weight_mapping=mapping, device_map={"": device}, dtype=dtype)
     found, _ = convert_and_load_state_dict_in_model(heads, dict(tensors), settings)
@@ -194,8 +193,7 @@ def _part(file: Path, block: int) -> Header | None:
 
 
 def _file_beside(file: Path) -> Path | None:
-    """Return the MTP layer's file beside a model's: the one with the model's name, or the only one. Raise ValueError if
-    there are several, and none has the name."""
+    """Return the MTP file beside a model's: with the model's name, or the only one. Raise ValueError if unclear."""
     named = file.with_name(f"{BESIDE}{file.name}")
     files = [named] if named.is_file() else sorted(file.parent.glob(f"{BESIDE}*{gguf.GGUF_SUFFIX}"))
     if len(files) > 1:

@@ -66,8 +66,8 @@ class RecurrentHead(Head):
     def _read_layer(
         self, layer: int, given: Mapping[HeadSequence, torch.Tensor], entries: Mapping[HeadSequence, IntArray]
     ) -> dict[HeadSequence, torch.Tensor]:
-        """Run a layer over its part of each sequence, ``[n, hidden]`` for the last n tokens; return the next layer's
-        part, without the last entry, which needs the token after it."""
+        """Run a layer over each sequence's last tokens, ``[n, hidden]``; return the next layer's part, without the last
+        entry, which needs the token after it."""
         if not given:
             return {}
         counts = [len(part) for part in given.values()]
@@ -109,7 +109,6 @@ class RecurrentHead(Head):
             return self._logits(growths, [growth.hidden[-len(above) :] for growth, above, _ in levels])
 
     def _extend_layer(self, layer: int, levels: Sequence[tuple[Growth, Sequence[int], Sequence[int]]]) -> None:
-        """Run a layer over trees' new nodes, given by their parents and tokens, and add its output to the trees."""
         growths, counts = [growth for growth, _, _ in levels], [len(tokens) for _, _, tokens in levels]
         hidden = torch.cat([growth.hidden[list(parents)] for growth, parents, _ in levels])
         places = [(growth.sequence.next or 0) + growth.depth + self.shift for growth in growths]

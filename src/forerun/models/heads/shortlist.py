@@ -93,8 +93,7 @@ class OutputMatrix:
         return own + len(self.frequent) * ids + len(rows)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute logits ``[n, V]``, or ``[n, D]`` over shortlists, where D is the longest's length, and a shorter
-        one's rows end in padding."""
+        """Compute logits ``[n, V]``, or ``[n, D]`` over shortlists, padded to the longest."""
         shortlists = _shortlists.get()
         if self._common is None or not shortlists:
             return multiply(hidden, self._weights())
@@ -158,8 +157,8 @@ class Shortlist:
 
 @contextmanager
 def drafting(shortlists: Sequence[Shortlist | None], counts: Sequence[int]) -> Iterator[None]:
-    """Compute logits over shortlists in this context: one per sequence in the order of their rows, or None for all
-    tokens. ``counts``: rows of each."""
+    """Compute logits over shortlists in this context, one per sequence, None for all tokens; ``counts``: rows of
+    each."""
     known = [(shortlist, count) for shortlist, count in zip(shortlists, counts, strict=True) if shortlist is not None]
     before = _shortlists.set(known)
     try:

@@ -91,8 +91,7 @@ def fill(
     *,
     quantised: bool,
 ) -> None:
-    """Put a file's tensors into a model built without weights; see ``load_as_stored``. Raise ValueError for a tensor
-    without a place or of another shape, and for weights that the file lacks."""
+    """Put a file's tensors into a model without weights; raise ValueError for misfits and missing weights."""
     _Filler(file, header, model, quantised, layout).fill(progress)
 
 
@@ -105,7 +104,6 @@ def _mixtral(config: PreTrainedConfig, header: Header) -> PreTrainedConfig:
 
 
 def _fill_buffers(file: Path, model: PreTrainedModel) -> None:
-    """Compute the buffers that follow from the configuration: rotary angles and factors."""
     for module in model.modules():
         own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
         for name, buffer in own.items():
@@ -129,7 +127,6 @@ def floats_of(data: Bytes, header: Header, tensor: Tensor) -> np.ndarray[Any, np
 
 
 def _rows(data: Bytes, header: Header, tensor: Tensor) -> Bytes:
-    """Return a tensor's bytes ``[O, row]``, mapped from the file."""
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)]
     begin, count = header.data + tensor.offset, prod(tensor.shape[1:])
     row = tensor.shape[0] // block * size

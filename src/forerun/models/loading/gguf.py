@@ -66,8 +66,8 @@ _MOST_DIMENSIONS = 4
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor's entry in the header: ``shape`` with the fastest-moving dimension first, as in GGUF, ``ggml_type``, and
-    bytes from the start of the data."""
+    """A tensor's entry in the header: ``shape`` as in GGUF, fastest dimension first; ``ggml_type``; offset in the
+    data."""
 
     shape: tuple[int, ...]
     kind: int
@@ -173,7 +173,6 @@ def _reader_of(header: Header) -> SimpleNamespace:
 
 
 def _field(key: str, value: Any) -> SimpleNamespace:
-    """Return a metadata entry like gguf's reader: ``parts[i]`` for each ``i`` in ``data``."""
     if key == TOKENS and not isinstance(value, list):
         value = [0] * value
     if isinstance(value, list):

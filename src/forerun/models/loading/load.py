@@ -126,8 +126,8 @@ def load(
 def load_draft(
     name_or_path: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Load a small model to draft for ``target``: in its dtype, on its device, with the same tokenizer. Raise
-    ValueError as ``load``, or if an id names different tokens in the two."""
+    """Load a small model to draft for ``target``, of its dtype and device; raise ValueError as ``load``, or if the
+    vocabularies disagree."""
     dtype = str(target.dtype).removeprefix("torch.")
     model, own = load(name_or_path, dtype, device=str(target.device), trust_remote_code=trust_remote_code)
     ours, theirs = (dict(map(reversed, t.get_vocab().items())) for t in (tokenizer, own))

@@ -70,8 +70,8 @@ class _StoredPart:
 def load_quantised(
     folder: Path, kind: str, config: PreTrainedConfig, load: Callable[[], PreTrainedModel], progress: Progress
 ) -> PreTrainedModel:
-    """Load a model with its matrices quantised, now or earlier, to ``kind`` in ``QUANTISATIONS``; ``load`` reads it
-    from the folder to the CPU. Raise ValueError if the disk has no space, or a matrix cannot be quantised."""
+    """Load a model with its matrices quantised, now or earlier, to ``kind``; ``load`` reads it from the folder to the
+    CPU. Raise ValueError if the disk has no space, or a matrix cannot be quantised."""
     file = file_of(folder, kind)
     if not file.exists():
         _write(folder, file, _parts(folder, load(), GGMLQuantizationType[kind.upper()]), progress)
@@ -120,7 +120,6 @@ def _parts(folder: Path, model: PreTrainedModel, kind: GGMLQuantizationType) -> 
 
 
 def _write(folder: Path, file: Path, parts: list[_StoredPart], progress: Progress) -> None:
-    """Write the complete file or nothing."""
     nbytes = sum(part.nbytes for part in parts)
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     free = shutil.disk_usage(file.parent).free

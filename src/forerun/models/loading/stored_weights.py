@@ -60,8 +60,7 @@ class InputOrder(nn.Module):
 
 
 class StoredEmbedding(nn.Module):
-    """An embedding over quantised rows, bytes ``[V, row]`` in blocks of ``kind``, times ``embed_scale``; float32
-    out."""
+    """An embedding over quantised rows, bytes ``[V, row]`` of format ``kind``, times ``embed_scale``; float32 out."""
 
     def __init__(
         self,
@@ -95,8 +94,8 @@ class StoredEmbedding(nn.Module):
 
 
 class StoredExperts(nn.Module):
-    """Experts that are gated linear units over quantised weights, computed in turn on a CPU. ``gate`` and ``up`` are
-    bytes ``[E, I, row]``, ``down`` is bytes ``[E, H, row]``, each with the format of its blocks."""
+    """Experts that are gated linear units over quantised weights on a CPU: bytes ``[E, I, row]`` (``gate``, ``up``) and
+    ``[E, H, row]`` (``down``), with their formats."""
 
     def __init__(
         self, gate: tuple[nn.Parameter, str], up: tuple[nn.Parameter, str], down: tuple[nn.Parameter, str],

@@ -18,8 +18,7 @@ TEXT_MARKS = ('<|"|>', "<escape>")
 
 
 def read_tags(body: str, properties: Mapping[str, Any], required: Sequence[str]) -> Json:
-    """Read arguments ``<parameter=name>value</parameter>`` after a function's name, by the properties' schemas. A
-    missing end tag ends at the next parameter."""
+    """Read ``<parameter=name>value</parameter>`` after a function's name; a missing end tag ends at the next one."""
     arguments: Json = {}
     for part in re.split(r"<parameter=", body)[1:]:
         name, _, rest = part.partition(">")
@@ -195,8 +194,7 @@ class _Braces:
 
 
 def read_bare(text: str, names: Sequence[str]) -> Calls:
-    """Read calls as JSON objects that name tools of ``names``; raise ValueError if the text has more than a code
-    fence."""
+    """Read calls as JSON objects that name tools; raise ValueError if the text has more than a code fence."""
     text = re.sub(r"^\s*```\w*\s*|\s*```\s*$", "", text).strip()
     calls, decoder = Calls(), json.JSONDecoder()
     while text:

@@ -44,8 +44,8 @@ def with_known_roles(messages: Sequence[Json], tokenizer: PreTrainedTokenizerBas
 
 
 def arrangements(messages: Sequence[Json]) -> Iterator[list[Json]]:
-    """Yield a conversation, and variants for templates that reject it: with all system turns first and merged; then
-    without a system, and with alternating user and assistant turns."""
+    """Yield a conversation, and variants for templates that reject it: system turns first and merged; then no system,
+    and alternating user and assistant turns."""
     yield list(messages)
     said = "\n\n".join(turn["content"] for turn in messages if turn["role"] == "system")
     others = [turn for turn in messages if turn["role"] != "system"]

@@ -153,8 +153,7 @@ class Grammars:
 
 
 class _Walker:
-    """A matcher that can be moved to any ids. llguidance's never leaves an error state, so a new one replaces it, and
-    an error on trial does not affect the output."""
+    """A matcher that can be moved to any ids. A new one replaces one in an error state, which it never leaves."""
 
     def __init__(self, matcher: LLMatcher, start: int) -> None:
         self._origin, self._start = matcher, start
@@ -210,7 +209,6 @@ class _Walker:
         self._walked: IntArray = np.empty(0, np.int64)
 
     def _find_run(self, ids: torch.Tensor) -> IntArray:
-        """Compute and keep the tokens that are forced after ``ids``, where the matcher is."""
         run = np.array(self._matcher.compute_ff_tokens(), np.int64)
         if len(run):
             text = ids[self._start :].numpy()
@@ -281,8 +279,7 @@ class _SpeculativeGrammar:
 
 
 def grammar_source(response_format: Any) -> GrammarSource | None:
-    """Return what llguidance compiles for a response format, with properties in order; None for plain text. Raise
-    SchemaError as ``Grammars.of`` does."""
+    """Return what llguidance compiles, with properties in order; None for plain text. Raise SchemaError."""
     if not isinstance(response_format, Mapping) or response_format.get("type") not in FORMAT_TYPES:
         kind = response_format.get("type") if isinstance(response_format, Mapping) else response_format
         raise SchemaError(f"response_format has the type {kind!r}; allowed are {', '.join(FORMAT_TYPES)}")
@@ -307,7 +304,6 @@ def grammar_source(response_format: Any) -> GrammarSource | None:
 
 
 def _compile(tokenizer: LLTokenizer, source: GrammarSource) -> LLMatcher:
-    """Compile a matcher with its first mask, so that no step waits for that."""
     from llguidance import LLMatcher
 
     what = {"json": "schema", "regex": "regex", "lark": "grammar"}[source.kind]

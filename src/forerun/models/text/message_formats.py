@@ -287,8 +287,7 @@ BARE_FORMATS = {
 
 
 def _bare(schema: Any, shared: Json, mark: str = "") -> list[str] | None:
-    """Return what may be between tags, in Lark: listed strings, without quotes or between marks, else JSON. None if any
-    text may."""
+    """Return what may be between tags, in Lark: listed strings, else JSON; None if any text may."""
     found: list[str] = []
     for each in _alternatives(schema, shared):
         own = each if isinstance(each, Mapping) else {}

@@ -215,8 +215,7 @@ class MessageParser:
         self._calls_before = self._region = 0
 
     def feed(self, text: str, last: bool = False, cut: bool = False) -> MessageDelta:
-        """Return the parts of new text; ``last`` when the message has ended, ``cut`` if that was at the length
-        limit."""
+        """Return the parts of new text; ``last`` when the message has ended, ``cut`` if at the length limit."""
         self._delta, self._cut = MessageDelta(), False
         self._text += text
         for event in self._events(lambda: self._parser.feed(text)):

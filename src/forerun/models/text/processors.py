@@ -68,8 +68,7 @@ DECLARATION = "forerun_stateless"
 
 
 class OccurrencePenalties:
-    """OpenAI's penalties for repeated tokens: from ``start`` on, where the prompt ends, a token's score is reduced by
-    ``frequency`` per occurrence, and once by ``presence``."""
+    """OpenAI's penalties for repeated tokens after the prompt: ``frequency`` per occurrence, and ``presence`` once."""
 
     forerun_stateless = True
 

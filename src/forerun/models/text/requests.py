@@ -119,8 +119,7 @@ NUMBERS = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "
 
 
 def check_options(options: Mapping[str, Any], model: PreTrainedModel) -> None:
-    """Raise ValueError with a suggestion for the first name that is neither an option nor an input of the model, and
-    TypeError for the first option of a wrong type."""
+    """Raise ValueError for the first unknown name, with a suggestion, and TypeError for the first wrong type."""
     for name in INTEGERS:
         check_integer(name, options.get(name), optional=True)
     for name in NUMBERS:

@@ -101,7 +101,6 @@ class _Usable:
         raise SchemaError(f"{where}: propertyNames can be enforced with an enum or a pattern only")
 
     def _found(self, schema: Any) -> Mapping[str, Any]:
-        """Resolve a schema's reference, if it is one."""
         target: Any = schema
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if isinstance(reference, str) and reference.startswith("#"):
