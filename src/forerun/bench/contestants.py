@@ -55,7 +55,6 @@ class Bench:
     """Contestants over one target; raises ValueError with the name of one that cannot be built.
 
     Args:
-        model: the target, in the dtype to measure.
         drafters: names from ``forerun.decoding.recipes``; each runs cold, tries also warm.
         settings: of the drafters for long contexts; transformers' assisted generation uses the same small model.
         skip: names of contestants to leave out; see ``check_skip``.

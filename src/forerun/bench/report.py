@@ -244,7 +244,6 @@ def figure(
         path: a ``.png`` or ``.svg`` file.
         rows, columns: of the axes; the context yields one axis, or an array of them.
         note: what was measured where and when, in small print below; see ``machine.caption``.
-        how: further arguments of ``matplotlib.pyplot.subplots``.
     """
     import matplotlib as mpl
 

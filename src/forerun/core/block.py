@@ -17,7 +17,6 @@ class Block:
 
     Args:
         pending: committed tokens not cached yet, int64 ``[m]``, at least one.
-        start: number of cached tokens.
         whole_chunk: whether this is a complete prompt chunk, always one pass; a scorer may then sum in another order
             (``Scorer.prompt_chunk``).
         ids: the tokens ``[m + n]`` on the model's device, if not on the CPU yet; ``pending`` is then zeros. For scorers
@@ -76,9 +75,7 @@ class Block:
         """Return an additive mask ``[m + n, len(edge) + m + n]``, or None if every token sees all keys.
 
         Args:
-            window: as in ``AttentionSpec``.
             edge: cache positions that only some tokens of the block see; their keys come before the block's.
-            like: a tensor with the mask's dtype and device.
         """
         key = (window, edge, like.dtype, like.device)
         if key not in self._biases:

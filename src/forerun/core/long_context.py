@@ -26,7 +26,6 @@ class LongContextConfig:
         gamma2: maximum draft length that the target verifies, in tokens.
         cache_budget: tokens in a sparse cache of the target, per layer and KV head. For the low-rank cache: maximum
             tokens that a query sees.
-        chunk: tokens per chunk of the retrieval cache.
         refresh: when the retrieval cache selects its chunks again; see ``RetrievalConfig``.
         paced: set the draft length by measured time, down to none where drafts do not pay. If false, it is always
             ``gamma2``.

@@ -115,7 +115,6 @@ class Sampler:
         method: ``greedy`` chooses the best score; ``coupled`` the best with Gumbel noise, so that one walk verifies any
             tree; ``rejection`` chooses like ``coupled``, but verifies a chain with ``q`` by Leviathan's test.
         processor: runs on a node's logits, with the ids that lead to the node.
-        constraint: masks tokens before the processor runs.
         temperature: by which the processor divides scores; only drafts use it, to weigh the noise.
     """
 

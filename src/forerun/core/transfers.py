@@ -208,7 +208,6 @@ class Trial:
 
     Attributes:
         p, q: probabilities of each token by the target and the draft, float64 ``[n]``; in a vector their bits.
-        residuals: tokens that replace rejected ones, ``[n]``.
         last: the token after a fully accepted chain; in a vector ``[1]``.
     """
 

@@ -34,7 +34,6 @@ class DraftTree:
     """Draft tokens, their parents, and the drafter's estimates.
 
     Attributes:
-        tokens: token ids, int64 ``[n]``.
         parents: index of each node's parent, or ``ROOT``; int64 ``[n]``, ``parents[i] < i``.
         q: distribution that each node was sampled from, ``[n, vocabulary]``; for rejection sampling.
         probability: estimated probability that a node is accepted, float64 ``[n]``.

@@ -39,7 +39,6 @@ class Outcome:
         logits: the target's at the root (row 0) and at node i (row i + 1), ``[n + 1, V]``.
         best: top tokens of each row of logits, if a source wants them and the step's transfer included them.
         states: hidden states of pending tokens and accepted nodes, ``[m, layers * hidden]``, if a source wants them.
-        start: position of the first of these tokens.
         chances: probability of the token chosen at each node, if the step's transfer included them.
     """
 

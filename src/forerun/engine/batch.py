@@ -35,8 +35,6 @@ class Batch:
     same engine meanwhile.
 
     Args:
-        step: decodes some rows and prefills others.
-        lock: the engine's, held for each step.
         chunk: maximum prompt tokens per row and pass.
         limit: maximum tokens per pass, besides drafts; a decoding row counts as one. A pass always has room for one
             chunk, so that no prompt starves. Smaller limits keep other rows from waiting during a prefill.

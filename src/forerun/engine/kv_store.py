@@ -72,7 +72,6 @@ class KVStore:
     folder, and threads the store.
 
     Args:
-        folder: created if missing.
         mark: a fingerprint; prefixes with another one are invisible.
         limit: maximum bytes on disk; by default a quarter of the space that is free or used by the store.
         expiry: seconds after their last use until prefixes are removed; None to keep them.

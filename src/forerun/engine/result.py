@@ -25,7 +25,6 @@ class Commit:
         tokens: none if the request failed.
         drafted: how many of them, from the first on, were accepted drafts.
         proposed: nodes of the draft that the step verified.
-        origins: the ``Origin`` of each token.
         seconds: duration of the step; of the first one, since admission.
         text: the tokens as complete characters, from ``Engine.stream`` with a tokenizer; a character comes with its
             last token. Joined, a request's texts are its output without special tokens.

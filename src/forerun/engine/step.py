@@ -39,8 +39,6 @@ class BatchRow(Row):
         drafting: whether the drafter has the cache, because only the last chunk is left to prefill.
         ready: whether the drafter has finished its prefill.
         served: number of the step that last prefilled a chunk.
-        admitted: when, in seconds.
-        begun: whether its first step is done.
     """
 
     cache: FullCache = field(kw_only=False)
@@ -136,7 +134,6 @@ class DecodingStep:
         level: the target, which decides what is generated, and its sources.
         budget: maximum nodes of a row's tree, without the tokens that a grammar forces.
         closed: whether no rows replace those that end, so that the end of the last one counts.
-        seconds: receives the time of its steps.
     """
 
     level: Level

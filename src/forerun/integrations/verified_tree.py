@@ -17,7 +17,6 @@ class VerifiedTree:
     token 0 under the root, as in SGLang's own drafts, and verified like any other node.
 
     Args:
-        text: the row's tokens, at least one.
         draft: its nodes, parents first, fewer than ``size``.
         vocabulary: number of the model's tokens. Larger ids, as from another model's trie file, become 0.
     """

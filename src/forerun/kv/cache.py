@@ -81,7 +81,6 @@ class Addresses:
 
     Attributes:
         layers: addresses of the keys and values of each layer that has any, int64 ``[layers, 2]``.
-        strides: in bytes: heads and rows of keys, heads and rows of values.
         place: index of the block's first token in this memory. The block sees all tokens before it.
         topk: one row of ``TopkFields`` per layer, int64, with 0 in the fields that depend on the pass. None if queries
             select no chunks.
@@ -168,7 +167,6 @@ class Cache(ABC):
         Args:
             q: queries with rotary positions applied, ``[1, H, n, d]``.
             k, v: the block's keys (rotary positions applied) and values, ``[1, Hkv, n, d]``.
-            block: ``block.start`` equals ``length``.
 
         Returns:
             ``[1, H, n, dv]``.

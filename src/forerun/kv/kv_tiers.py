@@ -78,7 +78,6 @@ class Placement:
     """Which tiers hold a sequence's keys and values.
 
     Attributes:
-        tokens: room in tokens.
         whole: whether all of it is on the device, in a cache that is not offloaded.
         layers: by tier, if offloaded.
         nbytes: by tier; on the device with the buffers.
@@ -122,9 +121,7 @@ def place(
 
     Args:
         taken: bytes in use, by tier.
-        shape: of a token's keys and values.
         tokens: of the sequence at its longest, drafts included.
-        reserve: what it leaves free on the device.
         host_size: bytes that an allocation of this size uses on the host.
 
     Raises:

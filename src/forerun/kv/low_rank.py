@@ -305,7 +305,6 @@ class ShortKeys:
     Args:
         of_keys, of_queries: projections ``[Hkv, d, rank]`` of keys (minus their mean) and of queries (float32).
         mean: of the keys, ``[Hkv, 1, d]``.
-        group: query heads per KV head.
     """
 
     def __init__(self, of_keys: torch.Tensor, of_queries: torch.Tensor, mean: torch.Tensor, group: int) -> None:

@@ -106,7 +106,6 @@ class _BlockPlan:
 
     Attributes:
         saved: positions at which states are saved, ascending.
-        order: of the tokens, computed on first use.
         parents: of the tokens, by the number of earlier tokens that a convolution sees.
     """
 

@@ -29,7 +29,6 @@ class RetrievalConfig:
 
     Attributes:
         budget: tokens held per layer and KV head, besides the block being scored.
-        chunk: tokens per chunk.
         window: most recent tokens, always held; at most 1/8 of the budget.
         stride: tokens after which chunks are selected again under every policy; at most 1/8 of the budget.
         refresh: when else to select. ``stride``: never. ``acceptance``: when the rolling acceptance rate of drafts over

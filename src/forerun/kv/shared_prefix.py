@@ -73,7 +73,6 @@ class SharedPrefix:
     """Keys and values of a sequence's first ``length`` tokens.
 
     Args:
-        layout: of the rows.
         file: descriptor of the file that holds them, closed with this object.
         offset: where they start there, on a page.
         read_state: reads the saved state of a view by its name (``View.state_name``); None if there is none.

@@ -112,8 +112,6 @@ class ChunkedView(View):
 
     Args:
         budget: up to this many tokens of a sequence, all are seen.
-        chunk: tokens per chunk.
-        recent: minimum recent tokens.
     """
 
     copies = True

@@ -61,8 +61,6 @@ class Index(NamedTuple):
         hints: where an n-gram last continued, by its hash; int32 ``[power of two]``; see ``token_store``.
         recent: distinct tokens, most recent first, int32 ``[RECENT_TOKENS]``, padded with -1.
         spelling: tokens of each word without its leading space, int32 ``[vocabulary, n]``; see ``spelling``.
-        free_blocks: first free block of each size, int64 ``[SIZE_CLASSES]``.
-        state: counters; ``INDEX_STATE`` ``[1]``.
         recycled: recycled logits by the hash of their context; ``RECYCLED_LIST`` ``[power of two]``.
         static: such lists computed by the model without context; never written here.
     """

@@ -77,10 +77,8 @@ class CandidateTable(NamedTuple):
     """The candidates of one position.
 
     Attributes:
-        candidates: ``CANDIDATE`` ``[MAX_CANDIDATES]``.
         cells: cell of each input, or ``NONE``; int32 ``[MAX_CANDIDATES, BIAS]``.
         buckets: hash table with open addressing: a candidate's number plus one, by token; int32 ``[BUCKETS]``.
-        size: number of candidates, int32 ``[1]``.
     """
 
     candidates: RecordArray

@@ -20,13 +20,10 @@ class DraftWorkspace(NamedTuple):
 
     Attributes:
         hashes: of each node's contexts, by source and order; uint64 ``[n + 1, 2, ORDERS + 1]``.
-        slots: of these contexts, int32 ``[n + 1, 2, ORDERS + 1]``.
         copies: by node and source; ``COPY`` ``[n + 1, 2]``.
         matches: by node; ``GAPPED_MATCH`` ``[n + 1, 2]``.
         depths: int64 ``[n + 1]``.
-        table, evidence: of the current node.
         recent: recent tokens, whose evidence is equal at all nodes.
-        noise: of the current sequence; ``NOISE`` ``[1]``.
     """
 
     hashes: HashArray

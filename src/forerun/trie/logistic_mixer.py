@@ -68,7 +68,6 @@ class Cells(NamedTuple):
     Attributes:
         odds: log(chance / (1 - chance)).
         chance: how often tokens with such evidence came.
-        uses: number of observations.
         changed: 1 while ``odds`` is older than ``chance``.
     """
 

@@ -57,10 +57,8 @@ class Namespace:
     Attributes:
         granted: bytes it may use, at most ``capacity``.
         outputs: first chunks of finished outputs, oldest first.
-        writers: by request, the cursors of outputs in progress.
         changed: number of its last change; 0 before the first.
         mixer: private to the namespace, so that drafts reveal nothing about other namespaces.
-        handles: of the index, and of the mixer.
     """
 
     def __init__(self, capacity: int, mixer: Mixer, allow: Callable[[Namespace, int], int] | None = None) -> None:

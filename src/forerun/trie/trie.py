@@ -61,7 +61,6 @@ class TextUpdate(NamedTuple):
     """A request's part of a step, and the draft it wants next.
 
     Attributes:
-        new: generated tokens to index.
         lists: top tokens of rows of logits, each with the number of new tokens before it.
         pending: tentative tokens after ``new``, which are not indexed.
         budget, max_depth: of the draft, in nodes and tokens; see ``Trie.retrieve``.
@@ -83,14 +82,12 @@ class _Live:
 
     Attributes:
         own: its private index.
-        cursor: the end of its sequence.
         length: tokens of its sequence, including those of the prompt not indexed yet.
         room: tokens that fit its index.
         unread: what is left to index of prediction and prompt, each with its cursor.
         predicted: whether its index starts with a predicted output.
         noise: that it samples with, if drafts may use it.
         cut: whether a warning said that the rest of its output is not indexed.
-        handles: of its index and its cursor.
     """
 
     namespace: str

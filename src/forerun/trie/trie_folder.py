@@ -26,7 +26,6 @@ class Folder:
 
     Args:
         path: created if missing, readable only by its owner.
-        vocabulary: name of the vocabulary.
 
     Raises:
         ValueError: if another process uses the folder.

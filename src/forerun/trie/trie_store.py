@@ -35,7 +35,6 @@ class TrieConfig:
         namespaces: maximum number of namespaces. Beyond it, the least recently used one without live requests is
             dropped. Together they use up to ``namespaces * capacity`` bytes: 4 GiB by default.
         prompt_capacity: maximum prompt tokens to index; of a longer prompt, the end.
-        learning_rate: of the mixer's weights; 0 trains nothing.
 
     Raises:
         ValueError: for a value out of range.

@@ -51,7 +51,6 @@ class AttentionSpec:
     """A layer's attention parameters.
 
     Attributes:
-        scaling: factor on query . key.
         window: a query sees keys with ``key position > position - window``; or None.
         softcap: scores become softcap * tanh(score / softcap), or None (Gemma 2).
         sinks: one extra score per head, ``[H]``, with softmax weight but no value; or None (gpt-oss).

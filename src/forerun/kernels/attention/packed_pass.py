@@ -71,7 +71,6 @@ class PackedPass:
         n, counts: number of tokens, of all rows and of each; ``outputs``: of those whose logits are wanted.
         bounds: the least and the greatest token id, and the greatest position for the model.
         unit_count, most_tiles, states_bytes: number of units, most tiles in one, and bytes of all states.
-        longest: tokens of the longest sequence, with its block.
     """
 
     def __init__(

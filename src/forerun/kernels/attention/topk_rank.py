@@ -60,7 +60,6 @@ class TopkFields(NamedTuple):
         most: maximum chunks that a query sees besides the first; from ``chunks`` on it sees all, and ranks nothing.
         rank, short: dimensions of the index, and its address, as in ``by_definition``.
         projection: projections of queries, float32 ``[Hkv, d, rank]``.
-        queries: queries of a KV head in the pass, padded to tiles.
         bytes, units: room for the rounded queries, ``[Hkv, queries, rank]``, and for their units.
         worth: each chunk's worth to each query, float32 ``[Hkv, queries, ...]``.
     """
@@ -120,7 +119,6 @@ def by_definition(index: torch.Tensor, count: int, q: torch.Tensor) -> torch.Ten
     Args:
         index: keys, uint8 ``[Hkv, groups, CHUNK_KEYS, rank / QUAD_NUMBERS, GROUP_CHUNKS, QUAD_NUMBERS]``; ``ZERO_BYTE``
             is not subtracted, hence the constant.
-        count: number of chunks, stored group by group.
         q: float32 ``[H, n, rank]``, rounded to bytes here; H is a multiple of Hkv.
     """
     heads, rank = index.shape[0], q.shape[2]

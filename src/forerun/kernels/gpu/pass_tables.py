@@ -53,7 +53,6 @@ class TableSizes(NamedTuple):
     Attributes:
         own: maximum keys that only one token sees.
         wanted: tokens with logits.
-        splits: of the longest scan.
         programs: that a KV head's scan is spread over, unless there are more tiles.
     """
 
@@ -100,8 +99,6 @@ class PassTables:
     """The tables of a pass, as views of one block of memory; ``R`` rows, ``T`` tiles, ``P`` programs.
 
     Attributes:
-        ids, positions: of the tokens, ``[n]``.
-        wanted: indices of the tokens with logits.
         addresses: of keys and values, ``[layers, R, 2]``.
         strides: between heads and between tokens, of keys and of values, ``[layers, R, 4]``.
         tokens: each token's row, slot in the row's memory, position, and end of its scan, ``[n, 4]``.
@@ -176,8 +173,6 @@ class PassDescription:
     """A pass, described for ``PassTables``.
 
     Args:
-        blocks: each row's input.
-        group: query heads per KV head.
         programs: that a KV head's scan is spread over; see ``scan_programs``.
         places: index of each block's first token in its row's memory; by default the blocks' starts.
         positions: that token's position for the model; by default ``places``.

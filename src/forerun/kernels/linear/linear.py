@@ -103,12 +103,9 @@ class LinearOp(NamedTuple):
         which: 0 for all tokens of the pass, 1 for those whose logits are wanted.
         kind, to_kind: type of the inputs, and of the results: 0 float32, 1 bfloat16, 2 float64.
         x, y: the tokens' rows, padded to vectors, and the results', side by side; 0 for those of the pass.
-        words: per row.
         floats, integers: whether a matrix reads the tokens' words, and whether one reads quantised inputs.
         few_tokens: maximum tokens that the machine code ``few`` supports.
-        pairs, share: pairs of panels in all matrices, and per task.
         turn: pairs in the shares of all threads; where a thread's next share starts if all are equally fast.
-        table: address of the ``matrices`` matrices.
     """
 
     which: int

@@ -42,9 +42,7 @@ class GatedStateOp(NamedTuple):
     Attributes:
         rows, row_width: each token's keys, values, gates and betas, side by side (``GatedShape``).
         q, out: queries and outputs of the tokens from ``first`` on; earlier tokens only update the state.
-        state: states before the first token, or 0 for zeros.
         saved: where saved states are written, one after the other.
-        order: ``TokenOrder.table``.
         gates: gates per head: 1, or ``dim``.
         delta, normalise: whether it is the delta rule, and whether keys and queries are divided by their norms.
         wide, scale: whether numbers are float64; factor on the queries.

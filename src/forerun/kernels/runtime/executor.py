@@ -90,7 +90,6 @@ class Operation:
 
     Attributes:
         job: layout of its fields, which say what one operation of a program reads and writes.
-        tasks: number of tasks, by its fields; at least one.
         run: compiled; does one task. Receives the addresses of the pass (``read_pass``), of the operation's fields and
             of ``code``, the task's number, and the address of the thread's scratch memory.
         code: addresses of machine code that ``run`` calls, by the operation's fields.

@@ -73,7 +73,6 @@ class AttentionPart:
     Attributes:
         qkv, output: matrices of queries, keys and values, and the one after attention.
         q_norm, k_norm: norms of queries and keys, per head or of all together, or None.
-        head_dim: numbers per head.
         rotary: kind of layer, if rotary angles differ by kind, else None.
         rotates: False if keys and queries do not depend on position.
     """

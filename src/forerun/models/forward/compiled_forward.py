@@ -65,7 +65,6 @@ class PassKind(NamedTuple):
     """What distinguishes programs, besides their size.
 
     Attributes:
-        threads: number of threads for which the work is cut.
         keeps_queries: whether every layer's queries are kept until the next pass.
         topk: whether queries choose the keys that they see (``topk_rank.py``).
         states: layers whose hidden states are kept until the next pass; see ``Scorer.score_rows``.
@@ -83,7 +82,6 @@ class PassSize(NamedTuple):
     Attributes:
         tokens, rows: of the pass, and of its batch.
         tiles: most tiles of queries in a unit; see ``PackedPass``.
-        places: tokens of the longest sequence in its cache.
         positions: for the model, up to the last.
     """
 
@@ -157,7 +155,6 @@ class CompiledForward:
         topk: ``TopkFields`` per such layer and row, int64 ``[layers, rows, ...]``.
         qkv: queries, keys and values side by side, ``[layers or 1, tokens, width]``.
         histories: addresses of the inputs in each row's cache, per convolution, int64 ``[layers, rows]``.
-        x: the residual stream, ``[tokens, hidden]``.
         states: hidden states of the kind's layers, side by side, ``[tokens, layers * hidden]``.
         states_by_stage: their columns, by the stage that writes them.
     """

@@ -203,7 +203,6 @@ class _RowSlice:
     Attributes:
         rows: indices of the pass's rows; ``packed`` has their blocks.
         ends: whether each row's block ends here, so that its logits are wanted.
-        x: the next layer's input, float32 ``[n, hidden]``.
         states: requested hidden states so far, float32 ``[n, layers * hidden]``.
     """
 

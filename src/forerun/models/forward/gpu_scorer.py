@@ -61,7 +61,6 @@ class TableLayers(NamedTuple):
     """A model's layers as tables describe them.
 
     Attributes:
-        places: each layer's index in the tables.
         likes: each layer's empty keys and values, ``[1, Hkv, 0, d]`` and ``[1, Hkv, 0, dv]``.
         group: maximum query heads per KV head.
         uniform: whether all keys and values have one shape.

@@ -216,7 +216,6 @@ class Runtime:
 
     Attributes:
         clock: returns seconds, for drafters that measure time; by default without those in which passes are recorded.
-        costs: measures the passes of a model.
         exactness: determines whether drafts can change a model's bits; called with the scorer, its position limit, and
             whether keys and values may be off the device.
         self_test: tests whether a scorer's logits are the model's own; called with the scorer and the test.

@@ -36,7 +36,6 @@ class HeadSequence:
         next: index of the next token whose states the head has not seen; None before it has seen any.
         pending: unprocessed states, with the tokens that follow each.
         rows: keys and values of each of the head's layers; ``lengths``: how many are committed.
-        last: the token at ``next``.
         shortlist: the tokens that can be drafted; None for all of the head's.
         listed: number of tokens, from the first on, that were added to the shortlist.
     """
@@ -127,7 +126,6 @@ class Head(ABC):
         layers: the target's layers whose hidden states it reads; see ``Scorer.score_rows``.
         tokens: the target's id of each token in the head's vocabulary, int64 ``[D]``; None if they are equal.
         output: the output matrix, if one covers the target's vocabulary, so that shortlists are possible.
-        levels: maximum depth of its trees.
         context: entries after which it can be judged if it saw nothing before.
         token_bytes: bytes of a token's keys and values in all of its layers, once bound.
     """

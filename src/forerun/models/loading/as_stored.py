@@ -66,7 +66,6 @@ def load_as_stored(
 
     Args:
         file: a GGUF file that ``gguf.check`` and ``check_formats`` accepted.
-        progress: called with tensors done and to do.
         layout: of the file; by default that of llama.cpp's files.
         quantised: whether inputs of linear layers and experts are quantised to eight bits; see ``linear.Weights``.
 

@@ -83,7 +83,6 @@ def load(
         device: of the weights. ``auto``: CUDA if there is one, else the CPU; always the CPU for ``stored``.
         activations: inputs of linear layers with quantised weights; one of ``ACTIVATION_TYPES``. ``int8``, the default:
             quantised per token to eight bits, in blocks of 32. ``float32``: unchanged.
-        trust_remote_code: run code that comes with the model.
         ranks: processes, started by torchrun, that each load a part of every layer.
         quantize: one of ``QUANTISATIONS``, for a folder and the CPU: its matrices are quantised once and kept as a file
             in the user's cache; activations are float32.

@@ -15,8 +15,6 @@ class StoredLinear(nn.Module):
     """A linear layer over quantised weights on a CPU, with float32 inputs and outputs.
 
     Args:
-        rows: bytes ``[O, row]``, unchanged.
-        kind: format of the blocks, one of ``GGUF_FORMATS``.
         bias: float32 ``[O]``, or None.
         quantised: whether inputs are quantised to eight bits; see ``linear.Weights``.
     """

@@ -43,7 +43,6 @@ class MessageFormat:
 
     Attributes:
         calls: its tool calls; None if only the tokenizer's response template, ``own``, describes them.
-        thinking: its reasoning, or None.
         special: the tokenizer's special tokens by text; they are left out of texts.
         added: all added tokens, including special ones.
     """

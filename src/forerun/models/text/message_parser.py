@@ -179,7 +179,6 @@ class MessageParser:
 
     Args:
         form: the format of its messages; ``template`` is from ``form.response_template``.
-        prompt: text before the message.
         parallel: whether calls after the first are passed on.
     """
 

@@ -167,10 +167,8 @@ class RowOptions:
     Attributes:
         seed: of the sampling noise; None draws one from torch's global generator.
         verification: ``coupled`` or ``rejection`` (see ``forerun.core.sampling``); greedy decoding ignores it.
-        namespace: drafts come only from earlier outputs of this namespace.
         budget: maximum nodes per draft, if less than the engine's; 0 for no drafts and no indexing.
         logprobs: likeliest tokens to keep per position, with the chosen one's log-probability; None keeps nothing.
-        grammar: constrains the output.
         drafts_from: a namespace to draft from and index into instead; see ``Request``.
         prediction: token ids that the output is expected to resemble; see ``Request``.
 
