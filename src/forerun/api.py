@@ -39,7 +39,6 @@ ENGINES = 8
 """Maximum engines per model; each holds its drafter's index and draft model. Enough to compare every drafter."""
 
 DEFAULTS = {name: each.default for name, each in inspect.signature(Engine).parameters.items()}
-"""Defaults of ``Engine``'s parameters."""
 
 
 def generate(

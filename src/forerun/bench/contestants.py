@@ -48,7 +48,6 @@ Generate = Callable[[Rows, int, BaseStreamer | None], tuple[list[Tokens], int]]
 """Returns generated tokens and the number of passes, for rows, a number of new tokens, and a streamer for one row."""
 
 Makers = Mapping[str, Callable[[], Contestant]]
-"""Builds each contestant, by name."""
 
 
 class Bench:
@@ -62,7 +61,6 @@ class Bench:
 
     recipes: Mapping[str, Recipe] = DRAFTERS
     sampling: Mapping[str, Any] = MappingProxyType({"do_sample": False})
-    """Arguments of ``Engine.generate``."""
 
     def __init__(
         self,

@@ -15,7 +15,6 @@ from typing import Any
 Row = dict[str, Any]
 REPORTED_PACKAGES = ("forerun", "torch", "transformers", "numba", "numpy")
 LEFT_OUT = ("json", "debug", "out")
-"""Settings that do not affect measurements."""
 
 
 def machine() -> Row:

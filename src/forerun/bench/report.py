@@ -17,7 +17,6 @@ from forerun.bench.machine import Row, caption, footer, machine
 from forerun.bench.rounds import BASELINE, PLAIN, Decode, Series
 
 MEAN = "geometric mean"
-"""The column over all tasks."""
 SURE_ROUNDS = 5
 """With fewer rounds than this, ranks are noise: one disturbed round moves the median."""
 
@@ -158,6 +157,7 @@ class BenchResult:
 
     @property
     def json(self) -> Row:
+        """Return the result as plain values."""
         return {
             "machine": machine(),
             "settings": self.settings,
@@ -168,6 +168,7 @@ class BenchResult:
 
     @property
     def markdown(self) -> str:
+        """Return all tables, notes, machine and settings."""
         notes = [f"{note}\n" for note in warnings(self.rows)]
         return "\n".join([speed_table(self.rows), equality_table(self.rows), *notes, footer(self.settings)])
 

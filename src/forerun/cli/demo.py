@@ -54,6 +54,7 @@ class Timed:
 
     @property
     def speed(self) -> str:
+        """Describe the run's figures."""
         return f"{self.tokens_per_second:.1f} tok/s · {self.tokens_per_step:.2f} tokens per step · {self.seconds:.2f} s"
 
 
@@ -68,6 +69,7 @@ class Pair:
 
     @property
     def speed_up(self) -> float:
+        """Return the speed of ``auto`` relative to plain decoding."""
         return self.plain.seconds / self.auto.seconds
 
 
@@ -90,6 +92,7 @@ class Stage:
         self.auto.set_drafter(AUTO)
 
     def decode(self, prompt: DemoPrompt) -> Pair:
+        """Decode a prompt both ways, alternating."""
         plain: list[Run] = []
         auto: list[Run] = []
         with progress_bar(stderr(), f"{prompt['kind']}, plain and {AUTO}") as progress:

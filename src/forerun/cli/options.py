@@ -38,7 +38,6 @@ ACTIVATIONS_HELP = (
     "Inputs of linear layers with stored weights: int8, which is auto, quantises each token's; float32 is slower."
 )
 BENCH_DRAFTERS = ("auto", "trie", "lookup")
-"""Drafters that ``forerun bench`` measures by default."""
 SIZE_UNITS = (
     {"": 1, "B": 1}
     | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
@@ -163,6 +162,7 @@ class LongOptions:
         return {field.name: values[field.name] for field in fields(LongOptions)}
 
     def settings(self, draft_model: Any = None) -> LongContextConfig:
+        """Convert the options to ``LongContextConfig``."""
         names = [field.name for field in fields(LongContextConfig) if field.name != "draft_model"]
         return LongContextConfig(draft_model, **{name: getattr(self, name) for name in names})
 

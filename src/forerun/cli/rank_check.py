@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from forerun.engine.engine import Engine
 
 MULTI_RANK_COMMANDS = ("chat", "generate", "serve")
-"""Commands that several processes can run together."""
 
 
 def ranks() -> int:

@@ -36,7 +36,6 @@ FILE_WIDTH = 200
 """Columns of tables in a file or a pipe: no cell is cut off."""
 
 DRAFTED = Style(color="green", bold=True)
-"""Style of accepted drafts."""
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 

@@ -19,7 +19,6 @@ LARGE = 200
 """LLVM instructions from which a function is called rather than inlined."""
 
 code_of = operator.attrgetter("library")
-"""The machine code of a numba compile result, with everything inlined."""
 
 
 class Symbol(NamedTuple):

@@ -29,7 +29,6 @@ from forerun.core.kept_code import KeptCode
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 COMPILES = not numba.config.DISABLE_JIT
-"""Whether this process compiles anything."""
 PACKAGE = Path(__file__).parents[1]
 
 

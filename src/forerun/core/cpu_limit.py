@@ -12,7 +12,6 @@ from pathlib import Path, PurePosixPath
 MOUNT = Path("/sys/fs/cgroup")
 
 GROUPS = Path("/proc/self/cgroup")
-"""Lists this process's control groups."""
 
 
 def usable_cores(mount: Path = MOUNT, groups: Path = GROUPS) -> int:

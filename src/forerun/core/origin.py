@@ -13,9 +13,7 @@ class Origin(IntEnum):
     TEXT = 1
     """Found in the request's prompt or output."""
     EARLIER = 2
-    """Found in earlier outputs of the request's namespace."""
     MODEL = 3
-    """Drafted by a small model."""
     SELF = 4
     """Drafted by the target over a sparse cache."""
     DRAFTER = 5
@@ -25,7 +23,6 @@ class Origin(IntEnum):
     RECYCLED = 7
     """Among the target's top logits when the same tokens came before."""
     HEAD = 8
-    """Drafted by a trained head."""
 
     @property
     def word(self) -> str:

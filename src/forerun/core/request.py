@@ -108,7 +108,6 @@ class Request:
         self.prefix_break: PrefixBreak | None = None
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
-        """The error that ended the request, if any."""
         self.stats = Stats()
         self.top_logprobs = top_logprobs
         self.logprobs: list[Logprob] = []
@@ -134,7 +133,6 @@ class Request:
 
     @property
     def generated(self) -> IntArray:
-        """The generated tokens, int64; a view."""
         return self.tokens[self.prompt_length :]
 
     @property

@@ -170,7 +170,6 @@ class Sampler:
         return self.processor(torch.empty((len(scores), 0), dtype=torch.int64, device=scores.device), scores)
 
     def choose(self, scores: torch.Tensor, position: int, salt: Salt | None = None) -> int:
-        """Return the token at ``position`` (prompt included) for processed scores ``[V]``."""
         if self.method == "greedy":
             return int(scores.argmax())
         return _sample(scores, self.seed, position, self.salt if salt is None else salt)

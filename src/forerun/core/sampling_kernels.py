@@ -21,7 +21,6 @@ import numpy.typing as npt
 from forerun.core.compiling import COMPILES, compiled
 
 GOLDEN, MIX1, MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-"""The constants of splitmix64."""
 BITS = 52
 """Hash bits per uniform number. With 53, adding 0.5 could round up to 1."""
 

@@ -36,7 +36,6 @@ class Stats:
         return self.middle
 
     def record(self, drafted: int, accepted: int, emitted: int) -> None:
-        """Add the counts of a step."""
         self.drafted.append(drafted)
         self.accepted.append(accepted)
         self.emitted.append(emitted)

@@ -218,12 +218,10 @@ class Trial:
 
     @classmethod
     def of(cls, vector: IntArray) -> Trial:
-        """Split a vector from ``choose_nodes``."""
         p, q, residuals, last = np.split(vector, np.arange(1, 4) * (len(vector) // 3))
         return cls(p.view(np.float64).tolist(), q.view(np.float64).tolist(), residuals.tolist(), int(last[0]))
 
     def chances(self, node: int, token: int) -> tuple[float, float]:
-        """Return ``p`` and ``q`` of a node's token."""
         return self.p[node], self.q[node]
 
     def residual(self, node: int) -> int:
@@ -231,7 +229,6 @@ class Trial:
         return self.residuals[node]
 
     def after(self) -> int:
-        """Return the token after the chain."""
         return self.last
 
 

@@ -203,7 +203,6 @@ class DraftTree:
         return DraftTree(self.tokens[nodes], parents, *(None if each is None else each[nodes] for each in known))
 
     def first(self, count: int) -> DraftTree:
-        """Return the tree of the first ``count`` nodes."""
         return self if len(self) <= count else self.select(np.arange(len(self)) < count)
 
     def trim(self, max_depth: int, vocabulary: int) -> DraftTree:

@@ -182,7 +182,6 @@ class Batch:
             self._remove(request)
 
     def close(self) -> None:
-        """End all requests, keeping their tokens."""
         with ExitStack() as each:  # all of them, even if one fails
             for request in self.requests:
                 each.callback(self._remove, request)

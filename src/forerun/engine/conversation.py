@@ -137,7 +137,6 @@ class ConversationTurn:
 
     @property
     def read(self) -> int:
-        """Tokens prefilled in this turn."""
         return self.request.prompt_length - self.cached
 
 

@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from forerun.models.text.grammar import Grammars
 
 BUDGET = 64
-"""Maximum number of nodes of a tree."""
 
 Drafts = str | Source | Callable[[Setup], Source]
 """A drafter: a recipe's name, a source of trees, or a function that makes one for a model (a ``Level`` is a source)."""
@@ -493,7 +492,6 @@ class Engine:
         return vocabulary_of(self._tokenizer)
 
     def flush(self) -> None:
-        """Wait until the store has written everything."""
         if self.store is not None:
             self.store.flush()
 

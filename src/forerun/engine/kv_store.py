@@ -40,7 +40,6 @@ Result = TypeVar("Result")
 
 KV_FILE_SUFFIX, UNFINISHED_SUFFIX = ".safetensors", ".unfinished"
 OWNER_PREFIX = "of-"
-"""Prefix of a tenant's folder."""
 STAT_BLOCK_BYTES = 512
 """Block size in which POSIX counts disk usage."""
 MIN_STORED_TOKENS = 512

@@ -63,7 +63,6 @@ class GenerationResult:
 
     @property
     def texts(self) -> list[str]:
-        """The new text of each sequence, without special tokens."""
         if self.tokenizer is None:
             raise ValueError("there is no tokenizer; give the engine one, or decode `generated` yourself")
         return [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in self.generated]

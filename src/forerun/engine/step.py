@@ -79,6 +79,7 @@ class BatchRow(Row):
         return max(0, len(self.pending) - last)
 
     def prompt_block(self, tokens: int) -> Block:
+        """Return the input of a prefill pass."""
         whole = self.fixed and tokens == self.chunk
         return Block(self.pending[:tokens], DraftTree.empty(), self.cache.length, whole)
 
@@ -114,7 +115,6 @@ class StepSeconds:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Count this context's time as prefill."""
         began = time.perf_counter()
         try:
             yield

@@ -58,7 +58,6 @@ class ForerunWorker(NGRAMWorker):  # type: ignore[misc]  # the engine may be mis
         return result
 
     def close(self) -> None:
-        """Save the trie. SGLang does not call this; it also happens at interpreter exit."""
         self._drafter.close()
 
     def _prepare_draft_tokens(self, batch: Any) -> tuple[IntArray, BoolArray]:

@@ -89,5 +89,4 @@ class ForerunProposer:
         return [list(takewhile(lambda token: token < self._vocabulary, draft)) for draft in drafts]
 
     def close(self) -> None:
-        """Save the trie. vLLM does not call this; it also happens at interpreter exit."""
         self._drafter.close()

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from forerun.kv.full_cache import FullCache
 
 READ_BLOCK = 512
-"""Maximum prompt tokens in one pass."""
 ROLLBACK_TOKENS = 64
 """Draft tokens that draft caches can roll back by default: more than the usual draft length."""
 MIN_SLACK_TOKENS = 512

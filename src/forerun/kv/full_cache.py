@@ -62,7 +62,6 @@ class FullCache(Cache):
         self.sample: dict[int, torch.Tensor] = {}
         """Queries of the last pass with ``SAMPLED_QUERIES``, or else of the longest pass. Truncation keeps them."""
         self.specs: Mapping[int, AttentionSpec] = {}
-        """Each layer's attention parameters in the last pass."""
         self.views: WeakSet[View] = WeakSet()
         """Sparse caches over this one that are in use."""
         self._shared: SharedMemory | None = None  # its memory, if shareable
@@ -190,7 +189,6 @@ class FullCache(Cache):
         step = store.stride(0) * store.element_size()
         first = store.data_ptr() + step * np.arange(len(store))
         self.addresses: IntArray = np.stack((first, first + store.stride(1) * store.element_size()), 1)
-        """Addresses of each layer's keys and values, int64 ``[layers, 2]``."""
 
     def commit(self, block: Block, path: Sequence[int]) -> None:
         start = self.length + len(block.pending)
@@ -253,7 +251,6 @@ class FullCache(Cache):
         return self._recurrent
 
     def extend(self, layers: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Append committed tokens with given keys and values, ``[1, Hkv, m, d]`` for every layer."""
         count = {keys.shape[2] for keys, _ in layers.values()}
         if len(count) != 1 or (self._layers and set(layers) != set(self._layers)):
             raise ValueError("every layer needs keys and values of the same number of tokens")

@@ -50,10 +50,8 @@ BUDGET_DIVISOR, LENGTH_DIVISOR = 4, 60
 """A query selects tokens for 1/4 of the budget, or 1/60 of the sequence if that is more: after a long prompt the
 target's pass is so slow that drafts may cost more. All queries of a group share their selections."""
 NEAR_GROWTH_TOKENS = 64
-"""Minimum growth of the buffer of recent tokens."""
 
 MIN_GROWTH_GROUPS = 8
-"""Minimum growth of an index, in groups of chunks."""
 SAMPLED_KEYS = 2048
 """Maximum keys, evenly spread, to find the dimensions from."""
 
@@ -86,7 +84,6 @@ class LowRankConfig:
 
     @property
     def recent(self) -> int:
-        """Minimum recent tokens that are seen."""
         return max(1, min(self.window, self.budget // 8))
 
     def slots(self, length: int, group: int = 1) -> int:

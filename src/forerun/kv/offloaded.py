@@ -113,7 +113,6 @@ class CopyEngine:
         return tuple(found), copy
 
     def close(self) -> None:
-        """End the thread after the requested copies."""
         if self._thread is not None:
             self._thread.shutdown()
 
@@ -226,7 +225,6 @@ class OffloadedCache(FullCache):
         self._layers = {layer: every[layer] for layer in sorted(every)}
         self._rows, self.copy_engine = dict(buffers), copy_engine
         self.offloaded_layers = sorted(host)
-        """The layers that are not on the device."""
         self._buffers = [_Buffer(layer, 0) for layer in self.offloaded_layers[:BUFFERS]]
         self._writes: list[PendingCopy] = []
         self._failure: OffloadError | None = None

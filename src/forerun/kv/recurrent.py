@@ -36,7 +36,6 @@ MAX_INPUTS = 4 * KEPT_INPUTS
 """A larger buffer was made for a prompt, and is freed in the next short pass."""
 CONVOLUTION_KIND, STATE_KIND = "convolution", "state"
 RECURRENT_STATES = "recurrent"
-"""Name of ``saved_state`` in a prefix's saved states."""
 
 Key = tuple[int, str]
 """A layer, and which of its recurrences."""
@@ -183,7 +182,6 @@ class RecurrentStates:
         return out
 
     def commit(self, block: Block, path: Sequence[int]) -> None:
-        """Keep the block's pending tokens and the tree nodes of ``path``."""
         plan, end = self._plan, self.length + len(block.pending)
         if plan is None or plan.block is not block:
             raise ValueError("the states can only keep tokens of the last pass")

@@ -69,12 +69,10 @@ class RetrievalConfig:
 
     @property
     def slots(self) -> int:
-        """Number of chunks held."""
         return max(1, (self.budget - self.recent - self.growth) // self.chunk)
 
 
 BUFFER_GROWTH_TOKENS = 64
-"""Minimum tokens by which a buffer grows."""
 
 ACCEPTANCE_DECAY = 0.7
 """Decay of the rolling acceptance rate per verification."""
@@ -271,6 +269,7 @@ class ChosenChunks:
 
     @property
     def mean_bytes(self) -> int:
+        """Bytes reserved for means."""
         return self._means.nbytes
 
     def _in_chunks(self, rows: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,6 @@ CAPACITY_FACTOR = 2
 space; memory or disk is used only where something is written."""
 
 Kind = tuple[int, int, torch.dtype]
-"""Heads, row size of a head, and type."""
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -54,6 +53,7 @@ class Layout:
 
     @property
     def size(self) -> int:
+        """Bytes of the full capacity."""
         return self.token_bytes * self.capacity
 
     def cut(self, memory: torch.Tensor) -> dict[int, Rows]:
@@ -145,6 +145,7 @@ class SharedPrefix:
             self._states[name] = tensors
 
     def state(self, name: str) -> Tensors | None:
+        """Return the saved state of the view of this name, or None."""
         return self._states.get(name) or self._read_state(name)
 
     @property

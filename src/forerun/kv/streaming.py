@@ -117,7 +117,6 @@ class StreamingCache(Cache):
 
     @property
     def held(self) -> int:
-        """Committed tokens that a pass sees."""
         return self._held
 
     @property

@@ -84,7 +84,6 @@ class View(Cache):
         self.length = start + len(path)
 
     def truncate(self, length: int) -> None:
-        """Drop speculative tokens from ``length`` on."""
         if not self.synced <= length <= self.length:
             raise ValueError(f"length is {length}; it must be between {self.synced} and {self.length}")
         if self._states:

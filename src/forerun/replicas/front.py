@@ -31,10 +31,8 @@ REMEMBERED_SUSPECTS = 1024
 PROVEN = 2
 """Deaths of replicas that prove a request guilty. One death counts fully if the request was alone there."""
 METRICS_SECONDS = 10.0
-"""Time limit for collecting the replicas' metrics."""
 
 SECRET_HEADERS = (b"authorization", b"x-api-key", b"proxy-authorization", b"cookie")
-"""Headers that are not forwarded to replicas."""
 
 Header = tuple[bytes, bytes]
 

@@ -65,7 +65,6 @@ class PrefixReaders(Generic[ReplicaT]):
             self._readers.popitem(last=False)
 
     def keep(self, replicas: Iterable[ReplicaT]) -> None:
-        """Forget all other replicas."""
         present = set(replicas)
         for digest, readers in list(self._readers.items()):
             readers &= present

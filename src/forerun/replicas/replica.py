@@ -17,7 +17,6 @@ from forerun.server.app import create_app
 from forerun.server.settings import ServerSettings
 
 EXCHANGE_SECONDS = 1.0
-"""Interval of trades with the other replicas."""
 EXCHANGE_TIMEOUT_SECONDS = 10.0
 
 

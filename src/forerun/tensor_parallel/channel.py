@@ -21,7 +21,6 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 FRAME_BYTES = 4096
 """Size of a message's first broadcast: enough for a step of a few rows. A longer message needs a second one."""
 LENGTH_BYTES = 8
-"""Size of the length that precedes each message."""
 RANK_TIMEOUT_SECONDS = 8.0
 """Time that a rank waits for another within a step, so that the death of one ends all within ten seconds."""
 HEARTBEAT_SECONDS = 2.0

@@ -23,7 +23,6 @@ from forerun.kv.shared_prefix import SharedPrefix
 from forerun.kv.streaming import Rotation
 
 Entry = list[Any]
-"""A log entry: its name and its arguments."""
 
 
 class RankMirror:

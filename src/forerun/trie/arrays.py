@@ -31,7 +31,6 @@ SIZE_CLASSES = 7
 """Block sizes: 1, 2, 4, ... 64 rows."""
 
 FIRST_HINTS = 1 << 8
-"""Initial size of the hint table."""
 
 LARGE_BYTES = 1 << 20
 """Arrays from this size get a separate memory mapping."""
@@ -47,7 +46,6 @@ OWN_LISTS = 1 << 14
 """Recycled lists per request, 80 bytes each. A step with a 64-node draft keeps 130."""
 
 RECENT_TOKENS = 48
-"""Recent distinct tokens to remember."""
 
 
 class Index(NamedTuple):

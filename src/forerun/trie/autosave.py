@@ -30,7 +30,6 @@ class AutoSaver:
         self._thread = threading.Thread(target=self._work, name="forerun-keeper", daemon=True)
 
     def start(self) -> None:
-        """Start saving."""
         self._trie.notify(self._changed.set)
         self._changed.set()  # covers files indexed before now
         self._thread.start()

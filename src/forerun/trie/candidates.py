@@ -40,7 +40,6 @@ AGREED_CLASSES, MISS_CLASSES = 8, 4
 """Classes of ``COPY.agreed`` and of the number of bits in ``COPY.wrong``."""
 
 FREQUENCY_CLASSES, RECENCY_CLASSES = 16, 6
-"""Classes of a token's frequency and of its recency."""
 
 CONTEXT_CELLS = COUNT_CLASSES * TOTAL_CLASSES * FOLLOWER_STATES
 

@@ -54,7 +54,6 @@ PRIOR_FILE = Path(__file__).with_name("prior.npy")
 """Cells, weights and correction trained on other sequences."""
 
 SLOWEST_CELL_RATE = 0.0003
-"""Minimum learning rate of a cell's probability."""
 
 CORRECTION_RATE = 0.01
 

@@ -40,7 +40,6 @@ class NamespaceLRU(Mapping[str, Namespace]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes ever used by the current namespaces."""
         return sum(space.index.nbytes for space in self._spaces.values())
 
     @property

@@ -82,7 +82,6 @@ LISTED = 8
 """Tokens per list of recycled logits."""
 
 CHANCE_CLASSES = 14
-"""Classes of a probability, by log-odds."""
 
 RECYCLED_LIST = _records(
     ("key", np.uint64),

@@ -328,7 +328,6 @@ class Trie(TrieStore):
     @property
     @locked
     def nbytes(self) -> int:
-        """Bytes used by the outputs of all namespaces and by live requests."""
         return self._shared.nbytes + sum(live.own.nbytes for live in self._live.values())
 
     def length(self, request_id: int) -> int:

@@ -128,7 +128,6 @@ class TrieStore:
 
     @locked
     def adopt(self, namespace: str, mixer: Mixer) -> None:
-        """Replace a namespace's mixer."""
         self._shared.open(namespace).mixer = mixer
 
     def save(self, path: str | os.PathLike[str], vocabulary: str = "") -> None:

@@ -99,7 +99,6 @@ class Case:
         return self.body.get("temperature") == 0
 
     def scored(self) -> Json:
-        """Return the body with log-probabilities."""
         return {**self.body, **(LOGPROBS if self.address == "completions" else CHAT_LOGPROBS)}
 
 
@@ -129,6 +128,7 @@ class CasePlan:
         return [*self.prompts, *PROMPTS]
 
     def both(self, kind: Kind, name: str, prompt: str, **more: object) -> Iterator[Case]:
+        """Yield a prompt as a completion and as a chat."""
         body = {"max_tokens": self.max_tokens, "temperature": 0, **more}
         yield Case(kind, f"{name}, completion", "completions", {"prompt": prompt, **body})
         yield self.chat(kind, f"{name}, chat", [{"role": "user", "content": prompt}], **body)

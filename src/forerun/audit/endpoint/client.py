@@ -17,7 +17,6 @@ Json = dict[str, Any]
 TIMEOUT_SECONDS = 600.0
 """Silence after which a request has failed. A long prefill on a CPU lasts minutes."""
 ERROR_CHARACTERS = 300
-"""Length at which a server's error message is cut."""
 
 
 @dataclass(frozen=True)

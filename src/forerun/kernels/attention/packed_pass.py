@@ -98,7 +98,6 @@ class PackedPass:
         return scratch_bytes(self.heads, self.most_tiles, self.longest)
 
     def table(self, name: str) -> IntArray:
-        """Return one of ``TABLES``, flat."""
         index = TABLES.index(name)
         return self._memory[self._ends[index] : self._ends[index + 1]]
 

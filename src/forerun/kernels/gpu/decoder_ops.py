@@ -19,7 +19,6 @@ from forerun.kernels.gpu.prefetch import Ahead, prefetch
 GATE_COLUMNS = 1024
 """Columns of a gated row per program."""
 NORM_WARPS = 8
-"""Warps of a program that normalises a row."""
 GATE_WARPS = 4
 """Warps of a gating program: eight numbers per thread."""
 PARTS_AHEAD = 8

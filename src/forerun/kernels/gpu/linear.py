@@ -16,9 +16,7 @@ import triton
 import triton.language as tl
 
 OUTPUTS = 64
-"""Outputs per tile."""
 STEP = 64
-"""Columns multiplied at once."""
 GPU_LINEAR_COLUMNS = 1024
 """Columns per piece. Llama-2-7B's narrowest matrix is then cut into 256 programs, for some 130 processors."""
 GPU_LINEAR_ROWS = 1024

@@ -42,7 +42,6 @@ ROW_CUT_INTEGERS = 7
 """Integers per row of ``PassDescription.cuts``: four of ``JoinedBlocks``, end of the longest scan, tiles, splits of a
 scan."""
 WRITTEN = ("ids", "positions", "wanted", "tokens", "own", "rows", "tiles", "jobs")
-"""Tables that ``_write`` fills."""
 TABLE_ALIGNMENT = 16
 """Alignment of tables and rows in bytes: Triton compiles another kernel for unaligned pointers."""
 

@@ -17,7 +17,6 @@ SHORT = ir.IntType(16)
 SHORT_MOST = 32767
 """Largest 16-bit integer; ``maddubs`` adds two products of an unsigned and a signed byte in 16 bits."""
 LEAST_SIGNED_BYTE = 127
-"""Largest magnitude of a quantised input."""
 
 
 def bytes_by_words(e: Emitter, a: ir.Value, b: ir.Value, c: ir.Value, most: int) -> ir.Value:

@@ -272,6 +272,7 @@ class VectorTable:
         self._builder.store(value, self._builder.gep(self._place, [I32(0), I32(i)]))
 
     def get(self, i: ir.Value) -> ir.Value:
+        """Return the vector at index ``i``."""
         return self._builder.load(self._builder.gep(self._place, [I64(0), i]))
 
 

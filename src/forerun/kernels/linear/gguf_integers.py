@@ -51,7 +51,6 @@ class StridedRows(Sequence[ir.Value]):
         self._firsts = [e.at(w, e.times(row, i)) for i in range(0, LANES, 4)]
 
     def at(self, offset: ir.Value) -> StridedRows:
-        """Return the addresses ``offset`` bytes further."""
         moved = copy(self)
         moved._firsts = [self._e.hidden(self._e.at(first, offset)) for first in self._firsts]
         return moved

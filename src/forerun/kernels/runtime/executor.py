@@ -103,7 +103,6 @@ class Operation:
     prepare: Run | None = None
 
     def record(self, fields: Any) -> bytes:
-        """Pack one operation for the executor."""
         each, by = self.tasks(fields)
         prepare = 0 if self.prepare is None else address_of(self.prepare, 5)
         head = (address_of(self.run, 5), prepare, by, each, *self.code(fields))

@@ -103,7 +103,6 @@ class Emitter:
         self.builder = builder
 
     def at(self, address: ir.Value, *offsets: ir.Value | int) -> ir.Value:
-        """Add offsets in bytes to an address."""
         for offset in offsets:
             address = self.builder.add(address, I64(offset) if isinstance(offset, int) else offset)
         return address
@@ -122,11 +121,9 @@ class Emitter:
         self.builder.asm(ir.FunctionType(ir.VoidType(), ()), "", "~{memory}", (), True)
 
     def load(self, address: ir.Value, kind: ir.Type = FLOATS) -> ir.Value:
-        """Load a value from memory."""
         return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=1)
 
     def store(self, value: ir.Value, address: ir.Value) -> None:
-        """Store a value to memory."""
         self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer()), align=2)
 
     def prefetch(self, address: ir.Value) -> None:

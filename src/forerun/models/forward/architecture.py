@@ -37,7 +37,6 @@ positions (``inputs.position_limit``), so programs support it."""
 STORED = "stored"
 """Name of the type of quantised weights in a file's format (``stored_weights.py``)."""
 STORED_BY_FLOATS = "stored, float32 activations"
-"""Name of that type if inputs are not quantised."""
 ANGLES_CHUNK = 256
 """Positions whose angles are computed at once; few enough for one thread in torch, so that the bits are fixed."""
 
@@ -52,6 +51,7 @@ class MatrixRows:
 
     @property
     def weight(self) -> torch.Tensor:
+        """The weights, ``[count, K]``."""
         return self.module.weight.detach()[self.first : self.first + self.count]  # type: ignore[no-any-return]
 
     @property
@@ -88,6 +88,7 @@ class AttentionPart:
 
     @property
     def matrices(self) -> tuple[MatrixRows, ...]:
+        """All of its matrices."""
         return (*self.qkv, self.output)
 
 
@@ -155,10 +156,12 @@ class DecoderDescription:
 
     @property
     def attention(self) -> dict[int, AttentionPart]:
+        """The layers with attention, by index."""
         return {number: each.mixer for number, each in enumerate(self.layers) if isinstance(each.mixer, AttentionPart)}
 
     @property
     def convolutions(self) -> dict[int, ConvolutionPart]:
+        """The layers with a short convolution, by index."""
         return {n: each.mixer for n, each in enumerate(self.layers) if isinstance(each.mixer, ConvolutionPart)}
 
 

@@ -56,7 +56,6 @@ LEAST_CAPACITY = 16
 """Tokens and rows of the smallest program. Making one costs at most as much as a pass over one token (0.9 ms for the
 bundled model, 5 for SmolLM2), so it should be rare. Unused memory is some hundred kilobytes."""
 ANGLES_GROWTH = 4096
-"""Minimum growth of the table of angles, in positions."""
 
 Op = tuple[Operation, Any]
 
@@ -189,6 +188,7 @@ class CompiledForward:
 
     @cached_property
     def program(self) -> Program:
+        """The complete pass."""
         return Program([op for stage in self._stages for op in stage])
 
     @cached_property

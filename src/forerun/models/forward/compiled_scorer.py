@@ -30,7 +30,6 @@ from forerun.models.forward.compiled_forward import CompiledForward, Decoder, Pa
 from forerun.models.forward.scorer import PassResult, Scorer, is_sharded
 
 SPARE_SCRATCH_BYTES = 4096
-"""Extra bytes in each thread's scratch memory."""
 
 
 class CompiledScorer(Scorer):

@@ -54,7 +54,6 @@ QUANTISED_TOLERANCE = 5e-2
 has errors of 0.024 to 0.038, and tiny models up to 0.021."""
 
 KV_DTYPES = ("auto", "bfloat16")
-"""Allowed types of cached keys and values; ``auto`` is the model's."""
 
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 UNWIDENED = frozenset({"__get__", "__set__", "__setitem__", "to", "type", "type_as", "bfloat16", "half"})

@@ -47,7 +47,6 @@ from forerun.models.forward.weight_watch import Change, WeightWatch
 PROMPT_CHUNK_TOKENS = 512
 """Tokens of a chunk for torch's libraries: enough for arithmetic, not memory, to dominate."""
 PROGRAM_ATTRIBUTE = "_forerun_gpu"
-"""The model's attribute for its ``GpuProgram``."""
 
 
 class LayerQueries(NamedTuple):

@@ -29,7 +29,6 @@ PASS_SIZES = (1, 8, 16, 32, 64, 2)
 MIN_KINDS = 3
 """Number of sizes that are always measured, at any cost."""
 MAX_ROUNDS = 9
-"""Maximum passes of each kind."""
 MIN_ROUNDS, MOST_DISTURBED = 2, 5
 """Minimum rounds, and maximum rounds while larger passes seem faster than smaller ones."""
 DISTURBED = 1.05

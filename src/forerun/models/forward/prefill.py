@@ -12,7 +12,6 @@ from forerun.kv.cache import READ_BLOCK, Cache
 from forerun.models.forward.scorer import Scorer
 
 Progress = Callable[[int, int], None]
-"""Called with tokens done and to do."""
 
 
 @torch.inference_mode()

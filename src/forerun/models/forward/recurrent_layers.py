@@ -105,7 +105,6 @@ RECURRENCES: Mapping[str, Callable[..., Any]] = {
     "chunk_kimi_delta_attention": gated_delta_rule,
     "mamba2_chunk_scan": mamba2_scan,
 }
-"""Forerun's functions by transformers' names."""
 UNSUPPORTED = {"mamba_selective_scan": "Mamba-1's selective scan"}
 """Recurrences without a kernel here, by transformers' names."""
 

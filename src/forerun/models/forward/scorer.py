@@ -60,7 +60,6 @@ class Pass:
     blocks: Sequence[Block]
     caches: Sequence[Cache]
     kv_dtype: torch.dtype | None = None
-    """Type of cached keys and values; None for the model's."""
     packings: Packings = field(default_factory=dict)
     unnumbered: Iterator[int] = field(default_factory=lambda: count(-1, -1))
     """Numbers for layers that share one module, which says -1, in the order of their calls."""
@@ -222,7 +221,6 @@ class Scorer:
         self.limit = learned_positions(model)
         """Number of learned positions, None for no limit."""
         self.recurrent = is_recurrent(model)
-        """Whether some layers keep a state instead of keys and values."""
         self._keeps_logits = model._supports_logits_to_keep()
         self.prompt_chunk: int | None = None
         """Tokens of a prompt chunk that has a separate, faster order of sums. Prompts are then cut into chunks of
@@ -310,7 +308,6 @@ class Scorer:
         return self._inputs.weight.device  # type: ignore[no-any-return]
 
     def adopt(self, cache: AnyCache) -> AnyCache:
-        """Prepare a new cache for passes."""
         if cache.full is not None:
             cache.full.stateful = self.recurrent
         return cache

@@ -35,13 +35,11 @@ from forerun.models.heads.shortlist import OutputMatrix, drafting
 from forerun.models.heads.vocabulary import input_embeddings, known_tokens, own_matrix
 
 MASKED_BLOCK_TOKENS = 16
-"""Default block size, in tokens."""
 DFLASH_ENTRIES = frozenset(
     {"aux_hidden_state_layer_ids", "block_size", "causal", "dflash_config", "final_logit_softcapping",
      "input_embedding_scale", "is_causal", "mask_token_id", "output_multiplier", "sample_from_anchor",
      "sliding_window_non_causal", "target_layer_ids"}
 )  # fmt: skip
-"""Configuration entries that heads of this family read."""
 
 
 class DFlashHead(BlockHead):

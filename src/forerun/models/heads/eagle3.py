@@ -39,7 +39,6 @@ EAGLE_ENTRIES = frozenset(
     {"eagle_aux_hidden_state_layer_ids", "eagle_config", "fc_norm", "norm_before_fc", "norm_before_residual",
      "norm_output"}
 )  # fmt: skip
-"""Configuration entries that heads of this family read."""
 EAGLE_SINGLE_VALUED: Mapping[str, Any] = {
     "is_causal": True, "next_layer_regular": True, "parallel_draft_heads_num_layers": 1, "parallel_draft_step": 1,
     "parallel_drafting": False, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
@@ -192,6 +191,7 @@ class Eagle3Layers(Head):
         return linear(out.transpose(1, 2).reshape(n, -1), w["o"], w.get("o_bias"))
 
     def final_norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Normalise the last layer's output for the output matrix."""
         return rms_norm(hidden, self._weights["norm"], self._eps)
 
 

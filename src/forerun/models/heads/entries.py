@@ -41,7 +41,6 @@ LAYER_ENTRIES = frozenset(
     tie_word_embeddings transformer_layer_config use_sliding_window vocab_size
     """.split()  # noqa: SIM905  # as a list they would fill a page
 )
-"""Entries that every head of decoder layers reads."""
 SINGLE_VALUED: Mapping[str, Any] = {
     "bias": False, "is_neox_style": True, "logit_scale": 1.0, "mlp_bias": False, "partial_rotary_factor": 1.0,
     "qkv_bias": False, "rope_interleave": False, "rope_is_neox_style": True, "use_aux_hidden_state": True,
@@ -51,7 +50,6 @@ SINGLE_VALUED: Mapping[str, Any] = {
 ROTARY_FIELDS = (
     "hidden_size", "num_attention_heads", "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters",
 )  # fmt: skip
-"""Configuration entries that determine rotary positions."""
 ROTARY_ENTRIES = frozenset(
     """
     attention_factor beta_fast beta_slow factor high_freq_factor long_factor low_freq_factor mrope_interleaved

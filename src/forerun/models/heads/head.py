@@ -92,7 +92,6 @@ class Growth:
 
     @property
     def depth(self) -> int:
-        """Depth of the last node."""
         return self._depths[-1]
 
     def add(self, parents: Sequence[int]) -> int:

@@ -85,10 +85,12 @@ class Header:
 
     @property
     def architecture(self) -> str:
+        """llama.cpp's name of the architecture."""
         return str(self.metadata.get("general.architecture", "none"))
 
     @property
     def data(self) -> int:
+        """Offset of the data in bytes."""
         alignment: int = self.metadata.get("general.alignment", 32)
         return -(-self.end // alignment) * alignment
 

@@ -46,6 +46,7 @@ class ControlTokens:
         self._anchor = next((text for text, each in added.items() if not (each.rstrip or each.normalized)), None)
 
     def guard(self, messages: Sequence[Json], tools: Sequence[Json] | None) -> GuardedChat:
+        """Break the marks in a conversation's contents."""
         texts = list(_texts([*messages, *(tools or ())]))
         found = [mark for mark in self._everywhere if any(mark in text for text in texts)]
         if not found:

@@ -46,7 +46,6 @@ JSON_STYLE: JsonCompileOptions = {
 KEPT_GRAMMARS = 64
 """Most recently used grammars that are kept: an application has a handful of schemas of kilobytes each."""
 MAX_FORCED_TOKENS = 2_000
-"""Maximum tokens of a run without a choice."""
 MAX_TRIAL_SECONDS = 0.02
 """CPU time for masks of a row's drafts per step. Later drafts of the step are made without masks."""
 
@@ -69,7 +68,6 @@ class Grammar:
     matcher: LLMatcher
 
     def follow(self, start: int) -> Constraint:
-        """Return a constraint for one row, whose output starts at id number ``start``."""
         return _Walker(self.matcher, start)
 
 

@@ -32,7 +32,6 @@ OPEN_KEYWORDS = frozenset(
 )
 """Schema keywords that may allow arguments beyond the properties."""
 ANNOTATIONS = ("description", "title", "examples", "default")
-"""Schema keywords without constraints."""
 Thinking = Literal["open", "free", "closed"]
 """Whether a prompt ends inside reasoning, leaves it to the model, or has ended it."""
 

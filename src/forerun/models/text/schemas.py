@@ -17,7 +17,6 @@ SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )  # fmt: skip
-"""Formats that llguidance enforces."""
 REFUSED = (
     "if", "then", "else", "not", "dependentRequired", "dependentSchemas", "dependencies", "contains", "minContains",
     "maxContains", "unevaluatedProperties", "unevaluatedItems",

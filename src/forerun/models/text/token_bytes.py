@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 SPACE = "▁"
-"""SentencePiece's space."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 
