@@ -65,6 +65,7 @@ class GgufLayout(ABC):
         return None
 
     def is_floats(self, name: str, dimensions: int, kind: str) -> bool:
+        """Return whether a tensor becomes float32: vectors, and small matrices."""
         return is_floats(name, dimensions)
 
 
