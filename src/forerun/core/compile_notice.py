@@ -13,7 +13,7 @@ from numba.core import event
 
 log = logging.getLogger(__name__)
 
-UNTOLD_SECONDS = 2.0
+NOTICE_SECONDS = 2.0
 """Seconds of compiling before the notice: a few functions for new types do not need one."""
 MESSAGE = "compiling kernels, once, about a minute"
 
@@ -25,7 +25,7 @@ class CompileNotice(event.Listener):  # type: ignore[misc]  # numba has no types
         self.functions = 0
         self.on_function: Callable[[int], None] = lambda functions: None
         self._began: float | None = None
-        self._told = False
+        self._logged = False
 
     def on_start(self, happened: Any) -> None:
         if _is_ours(happened) and self._began is None:
@@ -36,8 +36,8 @@ class CompileNotice(event.Listener):  # type: ignore[misc]  # numba has no types
             return
         self.functions += 1
         self.on_function(self.functions)
-        if not self._told and time.monotonic() - self._began > UNTOLD_SECONDS:
-            self._told = True
+        if not self._logged and time.monotonic() - self._began > NOTICE_SECONDS:
+            self._logged = True
             log.warning(MESSAGE)
 
 

@@ -13,7 +13,7 @@ REGISTERING_THREADS = 8
 """Threads that touch pages before they are locked, at most 128 in torch: one thread needs about a second per GiB."""
 
 
-def brought(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """Copy a CPU tensor to a device through pinned memory: other copies wait for all earlier work of the device."""
     if torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()

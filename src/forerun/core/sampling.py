@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from forerun.core.compiling import COMPILES
-from forerun.core.pinned import brought
+from forerun.core.pinned import to_device
 from forerun.core.sampling_kernels import BITS, GOLDEN, MIX1, MIX2, best_with_noise
 
 Method = Literal["greedy", "coupled", "rejection"]
@@ -160,7 +160,7 @@ class Sampler:
             scores = self.constraint.mask(ids, scores)
         if self.processor is None:
             return scores
-        return self.processor(brought(ids[None], scores.device), scores[None])[0]
+        return self.processor(to_device(ids[None], scores.device), scores[None])[0]
 
     def scores_of_rows(self, logits: torch.Tensor) -> torch.Tensor:
         """Return ``scores`` of many rows ``[n, V]``; for ``rowwise`` samplers."""
@@ -231,12 +231,12 @@ def _gumbel_of_rows(
     """Return ``gumbel`` at each position, ``[n, size]``, without waiting for the device."""
     distinct, rows = np.unique(positions, return_inverse=True)
     keys = torch.tensor([_signed(_key(seed, position, salt)) for position in distinct.tolist()])
-    bits = torch.arange(size, dtype=torch.int64, device=device).mul_(_signed(GOLDEN)) + brought(keys, device)[:, None]
+    bits = torch.arange(size, dtype=torch.int64, device=device).mul_(_signed(GOLDEN)) + to_device(keys, device)[:, None]
     for shift, factor in ((30, MIX1), (27, MIX2)):
         bits.bitwise_xor_(_shift_right(bits, shift)).mul_(_signed(factor))
     bits.bitwise_xor_(_shift_right(bits, 31))
     u = _shift_right(bits, 64 - BITS).double().add_(0.5).mul_(2.0**-BITS)
-    return u.log_().neg_().log_().neg_().index_select(0, brought(torch.from_numpy(rows), device))
+    return u.log_().neg_().log_().neg_().index_select(0, to_device(torch.from_numpy(rows), device))
 
 
 def draw(probability: torch.Tensor, seed: int, position: int, salt: Salt) -> int:

@@ -21,7 +21,7 @@ import torch
 from torch.nn.functional import pad
 
 from forerun.core.block import RowScores
-from forerun.core.pinned import brought
+from forerun.core.pinned import to_device
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, highest_of_rows
 from forerun.core.tree import DraftTree, IntArray
@@ -144,13 +144,13 @@ def choose_rows(
     vectors = [*(each.flatten() for each in shared.values()), *(vector for row in own for _, vector in row)]
     if not vectors:
         synchronize(away[min(away)].device)
-    brought = iter(to_cpu(vectors))
-    tables = {name: _parted(next(brought).reshape(each.shape), counts) for name, each in shared.items()}
+    to_device = iter(to_cpu(vectors))
+    tables = {name: _parted(next(to_device).reshape(each.shape), counts) for name, each in shared.items()}
     for place, (n, row) in enumerate(zip(away, own, strict=True)):
         parts = {name: table[place] for name, table in tables.items()}
         if not requests[n].sampler.takes_best:
             parts.pop("choices", None)
-        found[n] = _choices(parts | {name: next(brought) for name, _ in row})
+        found[n] = _choices(parts | {name: next(to_device) for name, _ in row})
     return found
 
 
@@ -238,7 +238,7 @@ def _trial(tree: DraftTree, q: torch.Tensor, logits: torch.Tensor, request: Requ
     last = sampler.choices(scores[-1:], [positions.stop])
     if not len(tree):
         return last
-    tokens = brought(torch.from_numpy(tree.tokens), logits.device)[:, None]
+    tokens = to_device(torch.from_numpy(tree.tokens), logits.device)[:, None]
     p = scores[:-1].double().softmax(-1)
     q = pad(q, (0, p.shape[-1] - q.shape[-1])).double()
     residual = (p - q).clamp_min(0)

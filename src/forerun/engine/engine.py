@@ -154,13 +154,13 @@ class Engine:
             f"exactness={self.exactness.level!r})"
         )
 
-    def _admit(self, model: PreTrainedModel, kv_dtype: str, **whole: object) -> Scorer:
+    def _admit(self, model: PreTrainedModel, kv_dtype: str, **single_process: object) -> Scorer:
         held = kv_type(model, kv_dtype)
         if not is_sharded(model):
             return admit(model, self._runtime.self_test, held)
         from forerun.tensor_parallel import ranks  # only for a model in several processes
 
-        return ranks.admit(model, kv_dtype=held, **whole)
+        return ranks.admit(model, kv_dtype=held, **single_process)
 
     def _store(self, folder: str | Path | None, options: dict[str, Any]) -> KVStore | None:
         if folder is None:

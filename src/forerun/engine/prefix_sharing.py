@@ -296,15 +296,15 @@ class PrefixSharing:
         if not self._anywhere or self._store is not None or request.error is not None or not cache.shared_length:
             return None
         try:
-            whole = cache.grow_prefix()
+            grown = cache.grow_prefix()
         except NO_MEMORY as error:
             log.warning("no memory to keep an answer: %s", error)
             return None
-        if whole is None:
+        if grown is None:
             return None
-        tokens = request.tokens[: whole.length]
+        tokens = request.tokens[: grown.length]
         keys = _keys(tokens, request.namespace, self.chunk)
-        self._prefixes.keep(keys, whole, request.namespace, tokens)
+        self._prefixes.keep(keys, grown, request.namespace, tokens)
         return keys
 
     def _note(self, row: BatchRow, keys: Keys) -> None:

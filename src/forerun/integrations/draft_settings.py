@@ -37,8 +37,10 @@ class DraftSettings:
             _require(name, getattr(self, name), isinstance(getattr(self, name), str), "a string")
         _require("share", self.share, isinstance(self.share, bool), "true or false")
         _require("save_seconds", self.save_seconds, _between(self.save_seconds, 0, 1e6), "0 to 1e6 seconds")
-        whole = isinstance(self.capacity, int)
-        _require("capacity", self.capacity, whole and _between(self.capacity, 1 << 16, 1 << 36), "2**16 to 2**36 bytes")
+        integral = isinstance(self.capacity, int)
+        _require(
+            "capacity", self.capacity, integral and _between(self.capacity, 1 << 16, 1 << 36), "2**16 to 2**36 bytes"
+        )
         _require("least_probability", self.least_probability, _between(self.least_probability, 0, 1), "0 to 1")
         if self.trie is not None:
             _require("trie", self.trie, isinstance(self.trie, str | os.PathLike) and bool(str(self.trie)), "a path")

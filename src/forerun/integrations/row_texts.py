@@ -31,7 +31,7 @@ class RowText:
     new: int
 
     @property
-    def known(self) -> npt.NDArray[np.integer[Any]]:
+    def earlier(self) -> npt.NDArray[np.integer[Any]]:
         return self.text[: len(self.text) - self.new]
 
     @property
@@ -94,11 +94,11 @@ class FollowedTexts:
         left = {place: request for place, request in enumerate(self._requests) if request is not None}
         continued: list[_FollowedRequest | None] = [None] * len(rows)
         for place, row in enumerate(rows):
-            if place in left and left[place].has_text(row.known):
+            if place in left and left[place].has_text(row.earlier):
                 continued[place] = left.pop(place)
         for place, row in enumerate(rows):
             if continued[place] is None:
-                moved = next((old for old, request in left.items() if request.has_text(row.known)), None)
+                moved = next((old for old, request in left.items() if request.has_text(row.earlier)), None)
                 continued[place] = None if moved is None else left.pop(moved)
         return continued
 
@@ -107,5 +107,5 @@ class FollowedTexts:
             return None
         self._begun += 1
         namespace = self._namespace if self._share else f"{self._namespace}/{self._begun}"
-        self._trie.begin(self._begun, namespace, row.known.astype(np.int64), INITIAL_TOKENS)
-        return _FollowedRequest(self._begun, row.known)
+        self._trie.begin(self._begun, namespace, row.earlier.astype(np.int64), INITIAL_TOKENS)
+        return _FollowedRequest(self._begun, row.earlier)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from forerun.core.block import Block
-from forerun.core.pinned import brought
+from forerun.core.pinned import to_device
 from forerun.core.tree import IntArray
 from forerun.kernels.attention.attention import AttentionSpec, Rows, attend_in_order
 from forerun.kernels.runtime.addresses import head_rows
@@ -270,7 +270,7 @@ def compact(rows: Rows, start: int, path: Sequence[int]) -> None:
     """Move the nodes of ``path`` together. The tree starts at row ``start``; a chain needs no move."""
     if list(path) == list(range(len(path))):
         return
-    chosen = brought(torch.tensor([start + node for node in path]), rows[0].device)
+    chosen = to_device(torch.tensor([start + node for node in path]), rows[0].device)
     for t in rows:
         t[:, :, start : start + len(path)] = t.index_select(2, chosen)
 

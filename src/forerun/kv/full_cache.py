@@ -193,8 +193,8 @@ class FullCache(Cache):
     def commit(self, block: Block, path: Sequence[int]) -> None:
         start = self.length + len(block.pending)
         if any(node != place for place, node in enumerate(path)):
-            whole = [(self._store.flatten(0, 2)[None],)] if self._store is not None else self._layers.values()
-            for rows in whole:
+            parts = [(self._store.flatten(0, 2)[None],)] if self._store is not None else self._layers.values()
+            for rows in parts:
                 compact(rows, start, path)
         if self._recurrent:
             self._recurrent.commit(block, path)
@@ -267,8 +267,8 @@ class FullCache(Cache):
             raise ValueError(f"length is {length}; it must be between 1 and {self.length}")
         if self._prefix_length < length and self.grow_prefix() is None:
             queries, shared, length = self.queries, self._shared, self.length
-            whole = shared.prefix(length) if shared else SharedPrefix.of(self._layers, length, self._capacity)
-            self._take_over(self._described(whole), length)
+            prefix = shared.prefix(length) if shared else SharedPrefix.of(self._layers, length, self._capacity)
+            self._take_over(self._described(prefix), length)
             self.queries = queries  # of the same sequence
         assert self._prefix is not None
         return self._prefix
@@ -291,10 +291,10 @@ class FullCache(Cache):
         """Number of first tokens in the prefix that this cache started from or shared."""
         return self._prefix_length
 
-    def _described(self, whole: SharedPrefix) -> SharedPrefix:
-        whole.least = self.least
-        whole.add_state(RECURRENT_STATES, self._recurrent.saved_state(whole.length))
-        return whole
+    def _described(self, prefix: SharedPrefix) -> SharedPrefix:
+        prefix.least = self.least
+        prefix.add_state(RECURRENT_STATES, self._recurrent.saved_state(prefix.length))
+        return prefix
 
     def begin_with(self, prefix: SharedPrefix, length: int) -> None:
         """Replace the content by the first ``length`` tokens of a shared prefix; with recurrent layers, up to their

@@ -77,13 +77,13 @@ class Placement:
     """Which tiers hold a sequence's keys and values.
 
     Attributes:
-        whole: whether all of it is on the device, in a cache that is not offloaded.
+        on_device: whether all of it is on the device, in a cache that is not offloaded.
         layers: by tier, if offloaded.
         nbytes: by tier; on the device with the buffers.
     """
 
     tokens: int
-    whole: bool
+    on_device: bool
     layers: Mapping[str, Sequence[int]]
     nbytes: Mapping[str, int]
 
@@ -236,7 +236,7 @@ class Tiers:
             for tier, size in placed.nbytes.items():
                 self._taken[tier] += size
         try:
-            made = FullCache(tokens, shareable, releases) if placed.whole else self._offloaded(placed)
+            made = FullCache(tokens, shareable, releases) if placed.on_device else self._offloaded(placed)
         except BaseException:
             self._released.append(placed.nbytes)
             raise

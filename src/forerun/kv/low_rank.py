@@ -254,7 +254,7 @@ class LowRankCache(ChunkedView):
 
     def index_bytes(self, layer: int) -> int:
         """Return the bytes of a layer's short keys, all of which a selecting query scans."""
-        return self._indexes[layer].known_bytes if self.choosing(layer) else 0
+        return self._indexes[layer].indexed_bytes if self.choosing(layer) else 0
 
     def _write(self, layer: int, position: int, k: torch.Tensor, v: torch.Tensor) -> Rows:
         place = position - self._tail
@@ -309,7 +309,7 @@ class ShortKeys:
         self._of_keys, self._of_queries, self._mean = of_keys, of_queries.contiguous(), mean
         shape = (len(mean), 0, CHUNK_KEYS, of_keys.shape[2] // QUAD_NUMBERS, GROUP_CHUNKS, QUAD_NUMBERS)
         self._short = torch.empty(shape, dtype=torch.uint8, device=mean.device)
-        self._known = 0  # chunks
+        self._indexed = 0  # chunks
         self._kept = 0  # groups that others may read
 
     @classmethod
@@ -322,10 +322,10 @@ class ShortKeys:
         heads, _, d = keys.shape
         some = keys.float()
         mean = some.mean(1, keepdim=True)
-        asked = queries.float().reshape(heads, -1, d)
-        moments, one = _moments(asked), torch.eye(d, dtype=torch.float32, device=keys.device)
+        sampled = queries.float().reshape(heads, -1, d)
+        moments, one = _moments(sampled), torch.eye(d, dtype=torch.float32, device=keys.device)
         even = moments.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-30)[:, None, None] * one
-        root = torch.linalg.cholesky(moments + (0.01 + 1 / asked.shape[1]) * even)
+        root = torch.linalg.cholesky(moments + (0.01 + 1 / sampled.shape[1]) * even)
         inverse = torch.linalg.solve_triangular(root, one.expand_as(root), upper=False).mT
         best = torch.linalg.eigh(root.mT @ _moments(some - mean) @ root)[1][:, :, -rank:]
         best = torch.nn.functional.pad(best, (0, -best.shape[2] % QUAD_NUMBERS))  # narrow heads have fewer
@@ -336,7 +336,7 @@ class ShortKeys:
 
     def tensors(self, length: int) -> Tensors:
         """Return the complete groups in the first ``length`` tokens, for ``of_tensors``: final, so not copied."""
-        groups = min(self._known, length // CHUNK_KEYS) // GROUP_CHUNKS
+        groups = min(self._indexed, length // CHUNK_KEYS) // GROUP_CHUNKS
         self._kept = max(self._kept, groups)
         return {
             "short": self._short[:, :groups],
@@ -351,7 +351,7 @@ class ShortKeys:
         """Restore an index from ``tensors``, for a sequence with the same first ``length`` tokens."""
         index = cls(tensors["of_keys"], tensors["of_queries"], tensors["mean"], int(tensors["group"]))
         groups = min(tensors["short"].shape[1], length // CHUNK_KEYS // GROUP_CHUNKS)
-        index._short, index._known, index._kept = tensors["short"][:, :groups], groups * GROUP_CHUNKS, groups
+        index._short, index._indexed, index._kept = tensors["short"][:, :groups], groups * GROUP_CHUNKS, groups
         return index
 
     def extend(self, read: Callable[[int, int], torch.Tensor], length: int) -> None:
@@ -362,8 +362,8 @@ class ShortKeys:
             room = self._short.new_zeros(len(self._short), capacity, *self._short.shape[2:])
             room[:, : self._short.shape[1]] = self._short
             self._short, self._kept = room, 0
-        if self._known < count:
-            first = self._known // GROUP_CHUNKS
+        if self._indexed < count:
+            first = self._indexed // GROUP_CHUNKS
             if first < self._kept:  # the index was truncated into them
                 self._short, self._kept = self._short.clone(), 0
             new = (read(first * GROUP_CHUNKS * CHUNK_KEYS, length) - self._mean) @ self._of_keys
@@ -371,16 +371,16 @@ class ShortKeys:
             quads = torch.nn.functional.pad(quads, (0, 0, 0, (groups * GROUP_CHUNKS - count) * CHUNK_KEYS))
             chunks = quads.view(len(quads), -1, GROUP_CHUNKS, CHUNK_KEYS, quads.shape[2]).permute(0, 1, 3, 4, 2)
             self._short.view(torch.int32)[:, first:groups, ..., 0] = chunks
-        self._known = count
+        self._indexed = count
 
     def worth(self, queries: torch.Tensor) -> torch.Tensor:
         """Score each chunk for each of the queries ``[H, n, d]``, float32 ``[H, n, chunks]``."""
         if queries.device.type == "cpu" and fused():
-            fields = TopkFields(self._known, 0, *self.addresses, *(0,) * 6)
+            fields = TopkFields(self._indexed, 0, *self.addresses, *(0,) * 6)
             return rank_chunks(queries, len(self._of_queries), np.array(fields, np.int64))
         heads, n, d = queries.shape
         turned = (queries.float().reshape(len(self._of_queries), -1, d) @ self._of_queries).view(heads, n, -1)
-        return by_definition(self._short, self._known, turned)
+        return by_definition(self._short, self._indexed, turned)
 
     @property
     def addresses(self) -> tuple[int, int, int, int]:
@@ -389,13 +389,13 @@ class ShortKeys:
 
     @property
     def known(self) -> int:
-        return self._known * CHUNK_KEYS
+        return self._indexed * CHUNK_KEYS
 
     @property
-    def known_bytes(self) -> int:
+    def indexed_bytes(self) -> int:
         """Bytes of the indexed keys."""
         heads, _, _, quads, _, _ = self._short.shape
-        return heads * self._known * CHUNK_KEYS * quads * QUAD_NUMBERS
+        return heads * self._indexed * CHUNK_KEYS * quads * QUAD_NUMBERS
 
     @property
     def nbytes(self) -> int:

@@ -151,8 +151,8 @@ class _ThreadCopy:
         try:
             self._done.result()
         except Exception as error:
-            told = f"keys and values could not be copied: {error}"
-            raise OffloadError(told) from error.with_traceback(None)  # its frames would keep them alive
+            message = f"keys and values could not be copied: {error}"
+            raise OffloadError(message) from error.with_traceback(None)  # its frames would keep them alive
 
     finish = wait
 

@@ -91,7 +91,7 @@ class _State:
     now: torch.Tensor | None = None
     spare: torch.Tensor | None = None
     saved: dict[int, torch.Tensor] = field(default_factory=dict)
-    asked: torch.dtype | None = None  # the model's type, which states do not show
+    model_dtype: torch.dtype | None = None  # the model's type, which states do not show
 
     def memory(self, count: int, like: torch.Tensor, shape: GatedShape) -> torch.Tensor:
         if count == 1 and self.spare is not None:
@@ -167,8 +167,8 @@ class RecurrentStates:
         """Compute a recurrence over the block, ``[n, heads, out_dim]``; see ``gated_states.run_states``."""
         key, plan = (layer, STATE_KIND), self._planned(block)
         state = self._states.setdefault(layer, _State())
-        state.asked = state.asked or q.dtype
-        check_type(state.asked, q.dtype)
+        state.model_dtype = state.model_dtype or q.dtype
+        check_type(state.model_dtype, q.dtype)
         inputs = self._inputs.setdefault(key, _Inputs.after(rows[:0], self.length))
         inputs.append(rows, self._position, self.length)
         saved = state.memory(len(plan.saved), q, shape)
@@ -233,7 +233,9 @@ class RecurrentStates:
             )
             for key, inputs in self._inputs.items()
         }
-        fork._states = {layer: _State(state.now, asked=state.asked) for layer, state in self._states.items()}
+        fork._states = {
+            layer: _State(state.now, model_dtype=state.model_dtype) for layer, state in self._states.items()
+        }
         if self._position > self._origin:
             now = {(layer, STATE_KIND): each.now for layer, each in self._states.items() if each.now is not None}
             fork._snapshots = {self._position: self._windows(self._position) | now}
@@ -313,7 +315,7 @@ class RecurrentStates:
         for (layer, kind), t in self._snapshots.get(position, {}).items():
             if kind == STATE_KIND:
                 before = self._states.get(layer)
-                self._states[layer] = _State(t, asked=None if before is None else before.asked)
+                self._states[layer] = _State(t, model_dtype=None if before is None else before.model_dtype)
             if position == length:
                 self._inputs[layer, kind] = _Inputs.after(t[:0, 0] if kind == STATE_KIND else t, length)
         self.length, self._position, self._owned = length, position, False

@@ -218,9 +218,9 @@ def merged_metrics(metrics: Mapping[str, str]) -> bytes:
     families: dict[str, Metric] = {}
     for replica, text in metrics.items():
         for family in text_string_to_metric_families(text):
-            whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             for sample in family.samples:
-                whole.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
+                merged.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
 
     class All:
         def collect(self) -> Iterable[Metric]:

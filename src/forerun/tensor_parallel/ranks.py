@@ -167,13 +167,13 @@ class Follower(Scorer):
         return True
 
 
-def admit(model: PreTrainedModel, **whole: object) -> Scorer:
+def admit(model: PreTrainedModel, **single_process: object) -> Scorer:
     """Return this rank's scorer of a model that all ranks have loaded alike.
 
-    ``whole`` has settings, by name, that only a model in one process supports: any but None raises ValueError. Raise
-    UnsupportedModelError as ``gate.admit``, or if the processes do more than tensor parallelism.
+    ``single_process`` has settings, by name, that only a model in one process supports: any but None raises ValueError.
+    Raise UnsupportedModelError as ``gate.admit``, or if the processes do more than tensor parallelism.
     """
-    for name, value in whole.items():
+    for name, value in single_process.items():
         if value is not None:
             raise ValueError(f"{name} is {value!r}; a model in {model.tp_size} processes does not support it")
     if dist.get_world_size() != model.tp_size:

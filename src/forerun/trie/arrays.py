@@ -106,15 +106,15 @@ class Index(NamedTuple):
         """Return an empty index of at most ``nbytes``, split among its arrays as typical sequences need it."""
         return cls.allocate(*_rows(nbytes))._replace(recycled=_zeros(_lists(nbytes), RECYCLED_LIST))
 
-    def within(self, whole: Index, nbytes: int) -> Index:
-        """Move to the first rows of the large arrays of ``whole``, up to ``nbytes``, with all rows in use."""
+    def within(self, reserved: Index, nbytes: int) -> Index:
+        """Move to the first rows of the large arrays of ``reserved``, up to ``nbytes``, with all rows in use."""
         slots, rows, chunks = _rows(nbytes)
         return self._replace(
-            slots=whole.slots[: slots + 1],
-            heads=whole.heads[: slots + 16],
-            blocks=whole.blocks[: rows + 1],
-            text=whole.text[: chunks + 1],
-            recycled=whole.recycled[: _lists(nbytes)],
+            slots=reserved.slots[: slots + 1],
+            heads=reserved.heads[: slots + 16],
+            blocks=reserved.blocks[: rows + 1],
+            text=reserved.text[: chunks + 1],
+            recycled=reserved.recycled[: _lists(nbytes)],
         )
 
     @property

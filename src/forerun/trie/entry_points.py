@@ -79,21 +79,26 @@ def _extend(
 
 @compiled
 def _learn(
-    text: np.record, tokens: IntArray, behind: IntArray, lists: RecycledRows, workspace: DraftWorkspace, rate: float
+    text: np.record,
+    tokens: IntArray,
+    list_places: IntArray,
+    lists: RecycledRows,
+    workspace: DraftWorkspace,
+    rate: float,
 ) -> int:
     """Index a sequence's new tokens piece by piece, and its recycled lists; return what it needs to go on, or 0."""
     own, shared = index_at(text.own), index_at(text.shared)
     if own.state[0].tokens + text.new_end - text.at > text.room:
         return OWN_ROOM
     while True:
-        while text.list_at < text.list_end and behind[text.list_at] <= text.at:
+        while text.list_at < text.list_end and list_places[text.list_at] <= text.at:
             keep(own, shared, lists, text.list_at)
             text.list_at += 1
         if text.at == text.new_end:
             return 0
         first, end = text.at, min(text.at + PIECE_TOKENS, text.new_end)
         if text.list_at < text.list_end:
-            end = min(end, behind[text.list_at])
+            end = min(end, list_places[text.list_at])
         taught = first < text.taught_end
         end = min(end, text.taught_end) if taught else end
         _set_noise(workspace, text, 0)
@@ -119,7 +124,7 @@ def _draft(text: np.record, tokens: IntArray, workspace: DraftWorkspace, scratch
 def step(
     steps: RecordArray,
     tokens: IntArray,
-    behind: IntArray,
+    list_places: IntArray,
     before: IntArray,
     last: IntArray,
     best: Int32Array,
@@ -137,7 +142,7 @@ def step(
     Args:
         steps: one per sequence; ``TEXT_STEP`` ``[n]``; records the progress of the call.
         tokens: of all sequences, concatenated, new tokens before tentative ones.
-        behind: the place in ``tokens`` after which each list is stored, ascending per sequence.
+        list_places: the place in ``tokens`` after which each list is stored, ascending per sequence.
         before, last, best, scores: lists of all sequences, concatenated; see ``RecycledRows``. Numba passes vectors
             faster than named tuples of them.
         workspace, scratch: addresses.
@@ -148,7 +153,7 @@ def step(
     """
     memory, lists = workspace_at(workspace), RecycledRows(before, last, best, scores)
     for number in range(len(steps)):
-        needs = _learn(steps[number], tokens, behind, lists, memory, rate)
+        needs = _learn(steps[number], tokens, list_places, lists, memory, rate)
         if needs:
             return number, needs
     begin = 0

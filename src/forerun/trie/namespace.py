@@ -70,7 +70,7 @@ class Namespace:
         self.mixer = mixer
         self.handles: tuple[ArrayHandles[Index], ArrayHandles[Mixer]] = (ArrayHandles(), ArrayHandles())
         self._allow = allow
-        self.index = self._whole = Index.for_bytes(capacity)
+        self.index = self._reserved = Index.for_bytes(capacity)
         self._resize()
         self._leaving: TextCursor | None = None
 
@@ -80,7 +80,7 @@ class Namespace:
 
     def publish(self, tokens: IntArray) -> bool:
         """Add an output; return False, adding nothing, if it does not fit."""
-        if len(tokens) > CHUNK_TOKENS * (len(self._whole.text) - 1):  # evict nothing for an output that cannot stay
+        if len(tokens) > CHUNK_TOKENS * (len(self._reserved.text) - 1):  # evict nothing for an output that cannot stay
             return False
         cursor = TextCursor.start()
         for start in range(0, len(tokens), PIECE_TOKENS):
@@ -119,7 +119,7 @@ class Namespace:
 
     def _resize(self) -> None:
         """Limit the index to the granted bytes; its small arrays do not count."""
-        self.index = self.index.within(self._whole, self.granted)
+        self.index = self.index.within(self._reserved, self.granted)
 
     def withdraw(self) -> None:
         """Remove the oldest finished output, in time proportional to its length."""

@@ -63,11 +63,11 @@ def best_of_rows(logits: Float32Array, tokens: Int32Array, scores: Float32Array)
     rows, vocabulary = logits.shape
     for row in range(rows):
         tokens[row], scores[row] = -1, -np.inf
-        whole = vocabulary - vocabulary % BLOCK_LOGITS
-        for first in range(0, whole, BLOCK_LOGITS):
+        aligned = vocabulary - vocabulary % BLOCK_LOGITS
+        for first in range(0, aligned, BLOCK_LOGITS):
             if _any_above(logits[row], first, scores[row, LISTED - 1]):
                 _best_between(logits[row], first, first + BLOCK_LOGITS, tokens[row], scores[row])
-        _best_between(logits[row], whole, vocabulary, tokens[row], scores[row])
+        _best_between(logits[row], aligned, vocabulary, tokens[row], scores[row])
 
 
 @compiled

@@ -35,7 +35,7 @@ from forerun.trie.token_store import (
     UNWRITTEN,
     advance,
     agreement,
-    agreement_behind,
+    agreement_with_pending,
     append,
     following,
     free,
@@ -223,10 +223,10 @@ def withdraw(index: Index, cursor: TextCursor, most: int) -> bool:
             uncount(index, cursor.hashes[SHARED, order], token)
         advance(cursor.hashes, SHARED, token)
         index.state[0].tokens -= 1
-        behind = following(index, position)
-        if behind // CHUNK_TOKENS != position // CHUNK_TOKENS:
+        next_position = following(index, position)
+        if next_position // CHUNK_TOKENS != position // CHUNK_TOKENS:
             free(index, position // CHUNK_TOKENS)
-        position = behind
+        position = next_position
     cursor.ends[SHARED].position = position
     return False
 
@@ -262,5 +262,5 @@ def known_suffix(own: Index, shared: Index, cursor: TextCursor, scratch: TextCur
         for length in (SHORT_NGRAM, LONG_NGRAM):
             found = hint(index, scratch.hashes[source, length])
             if found != 0:
-                longest = max(longest, agreement_behind(index, found, own, end, tokens))
+                longest = max(longest, agreement_with_pending(index, found, own, end, tokens))
     return longest

@@ -109,7 +109,7 @@ def agreement(index: Index, position: int, other: Index, end: int) -> int:
 
 
 @compiled
-def agreement_behind(index: Index, position: int, other: Index, end: int, tokens: IntArray) -> int:
+def agreement_with_pending(index: Index, position: int, other: Index, end: int, tokens: IntArray) -> int:
     """Count ``agreement`` with a sequence in ``other`` followed by ``tokens``, which are not written there yet."""
     length = 0
     while length < len(tokens):

@@ -95,7 +95,7 @@ class _Live:
     cursor: TextCursor
     length: int
     room: int
-    unread: deque[tuple[TextCursor, IntArray]]
+    unindexed: deque[tuple[TextCursor, IntArray]]
     predicted: bool
     noise: SamplingNoise | None
     cut: bool = False
@@ -103,14 +103,14 @@ class _Live:
         default_factory=lambda: (ArrayHandles(), ArrayHandles())
     )
 
-    def index_unread(self, tokens: int) -> None:
-        while self.unread and tokens > 0:
-            cursor, text = self.unread.popleft()
+    def index_pending(self, tokens: int) -> None:
+        while self.unindexed and tokens > 0:
+            cursor, text = self.unindexed.popleft()
             piece, rest = text[:tokens], text[tokens:]
             text_cursor.ingest(self.own, cursor, piece, len(rest))
             tokens -= len(piece)
             if len(rest):
-                self.unread.appendleft((cursor, rest))
+                self.unindexed.appendleft((cursor, rest))
             elif cursor is self.cursor and self.predicted:
                 cursor.expect_copy(CHUNK_TOKENS)  # the position of the index's first token
 
@@ -191,9 +191,9 @@ class Trie(TrieStore):
         space.make_room(0)
         own = Index.for_tokens(room)._replace(spelling=self._spelling, static=self._static).with_hints(read)
         cursor = TextCursor.start()
-        unread = deque(each for each in ((TextCursor.start(), predicted), (cursor, kept)) if len(each[1]))
-        live = _Live(namespace, own, cursor, len(tokens), room, unread, len(predicted) > 0, noise)
-        live.index_unread(PROMPT_PIECE_TOKENS)
+        unindexed = deque(each for each in ((TextCursor.start(), predicted), (cursor, kept)) if len(each[1]))
+        live = _Live(namespace, own, cursor, len(tokens), room, unindexed, len(predicted) > 0, noise)
+        live.index_pending(PROMPT_PIECE_TOKENS)
         self._live[request_id] = live
         space.writers[request_id] = live.cursor
 
@@ -201,12 +201,12 @@ class Trie(TrieStore):
     def catch_up(self, request_id: int, tokens: int) -> bool:
         """Index about ``tokens`` more prompt tokens, up to ``PROMPT_PIECE_TOKENS``; return whether all are indexed."""
         live = self._of(request_id)
-        live.index_unread(max(1, min(tokens, PROMPT_PIECE_TOKENS)))
-        return not live.unread
+        live.index_pending(max(1, min(tokens, PROMPT_PIECE_TOKENS)))
+        return not live.unindexed
 
     def _read_prompt(self, request_id: int) -> None:
         """Index the rest of the prompt; other threads may take turns between pieces."""
-        while self._of(request_id).unread:
+        while self._of(request_id).unindexed:
             self.catch_up(request_id, PROMPT_PIECE_TOKENS)
 
     def step(self, updates: Sequence[TextUpdate]) -> list[Draft]:
@@ -215,10 +215,10 @@ class Trie(TrieStore):
             self._read_prompt(update.request_id)
         parts = [part for update in updates for part in (update.new, update.pending) if len(part)]
         tokens = NO_TOKENS if not parts else checked(parts[0] if len(parts) == 1 else np.concatenate(parts))
-        behind, lists = _gathered(updates)
+        list_places, lists = _gathered(updates)
         draft = Draft.allocate(sum(max(update.budget, 0) for update in updates))
         with self.lock:
-            steps = self._step(updates, tokens, behind, lists, draft)
+            steps = self._step(updates, tokens, list_places, lists, draft)
         drafts, begin = [], 0
         for nodes in steps["nodes"].tolist():
             drafts.append(draft.cut(begin + nodes, begin))
@@ -226,7 +226,7 @@ class Trie(TrieStore):
         return drafts
 
     def _step(
-        self, updates: Sequence[TextUpdate], tokens: IntArray, behind: IntArray, lists: RecycledRows, draft: Draft
+        self, updates: Sequence[TextUpdate], tokens: IntArray, list_places: IntArray, lists: RecycledRows, draft: Draft
     ) -> RecordArray:
         """Repeat the compiled call until it is done, and make room in between."""
         lives = [self._of(update.request_id) for update in updates]
@@ -238,9 +238,9 @@ class Trie(TrieStore):
         steps = self._table(lives, updates)
         workspace, scratch = self._handles
         memory = workspace.at(self._workspace), scratch.at(self._scratch)
-        given = steps, tokens, behind, *lists, *memory, float(self.config.learning_rate), *draft
+        arguments = steps, tokens, list_places, *lists, *memory, float(self.config.learning_rate), *draft
         while True:
-            number, needs = entry_points.step(*given)
+            number, needs = entry_points.step(*arguments)
             if not needs:
                 break
             self._supply(lives[number], needs, steps[number])
@@ -307,7 +307,7 @@ class Trie(TrieStore):
             return [self._known_suffix(self._of(request_id), tokens) for request_id, tokens in texts]
 
     def _known_suffix(self, live: _Live, tokens: IntArray) -> int:
-        if live.unread:
+        if live.unindexed:
             return 0
         own, shared, cursor, _ = self._addresses(live)
         scratch = self._handles[1].at(self._scratch)
@@ -343,19 +343,19 @@ class Trie(TrieStore):
 
 def _gathered(updates: Sequence[TextUpdate]) -> tuple[IntArray, RecycledRows]:
     """Concatenate all recycled lists; return where each belongs among the new tokens, and the lists."""
-    behind, counts, parts, begin = list[int](), list[int](), list[RecycledRows](), 0
+    list_places, counts, parts, begin = list[int](), list[int](), list[RecycledRows](), 0
     for update in updates:
         for at, rows in update.lists:
             lengths = [len(each) for each in rows]
             if len(set(lengths)) > 1:
                 raise ValueError(f"rows have {lengths} entries; all arrays must be equally long")
-            behind.append(begin + at)
+            list_places.append(begin + at)
             counts.append(lengths[0])
             parts.append(rows)
         begin += len(update.new) + len(update.pending)
     if not parts:
         return NO_LISTS
     if len(parts) == 1:
-        return np.array(behind * counts[0]), parts[0]
+        return np.array(list_places * counts[0]), parts[0]
     lists = RecycledRows(*map(np.concatenate, zip(*parts, strict=True)))
-    return np.repeat(behind, counts), lists
+    return np.repeat(list_places, counts), lists

@@ -165,12 +165,12 @@ def _tools(plan: CasePlan) -> Iterator[Case]:
 
 
 def _schema(plan: CasePlan) -> Iterator[Case]:
-    for name, schema, asked in (
+    for name, schema, question in (
         ("people", SCHEMA, "Ada is 36 and a member, Alan is 41 and none. Write them as JSON."),
         ("colour", CHOICE, "Which colour is grass? Answer as JSON."),
     ):
         wanted = {"type": "json_schema", "json_schema": {"name": name, "schema": schema, "strict": True}}
-        yield plan.chat("schema", name, [{"role": "user", "content": asked}], response_format=wanted)
+        yield plan.chat("schema", name, [{"role": "user", "content": question}], response_format=wanted)
 
 
 def _stops(plan: CasePlan) -> Iterator[Case]:

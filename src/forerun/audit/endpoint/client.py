@@ -70,7 +70,7 @@ class Endpoint:
             with self._open("models") as response:
                 listed = json.load(response)["data"]
         except HTTPError as error:
-            raise ValueError(f"{self.url}/v1/models answers {_told(error)}; name the model with --name") from None
+            raise ValueError(f"{self.url}/v1/models answers {_refusal(error)}; name the model with --name") from None
         except (OSError, HTTPException) as error:
             raise OSError(f"{self.url} cannot be reached: {error}") from None
         except (ValueError, KeyError, TypeError) as error:
@@ -84,7 +84,7 @@ class Endpoint:
             with self._open(address, body) as response:
                 return fold(_events(response) if body.get("stream") else [json.load(response)])
         except HTTPError as error:
-            return EndpointAnswer(error=_told(error))
+            return EndpointAnswer(error=_refusal(error))
         except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
             return EndpointAnswer(error=f"no answer: {type(error).__name__}: {error}"[:ERROR_CHARACTERS])
 
@@ -113,10 +113,10 @@ def fold(chunks: Iterable[Json]) -> EndpointAnswer:
             finish = choice.get("finish_reason") or finish
             scores += _scores(choice.get("logprobs") or {})
             for place, call in enumerate(part.get("tool_calls") or ()):
-                told = call.get("function") or {}
+                fields = call.get("function") or {}
                 known = calls.setdefault(call.get("index", place), ["", ""])
-                known[0] += told.get("name") or ""
-                known[1] += told.get("arguments") or ""
+                known[0] += fields.get("name") or ""
+                known[1] += fields.get("arguments") or ""
     if not finish:
         raise ValueError("the answer broke off: it has no finish_reason")
     drafted, accepted = drafts or (None, None)
@@ -135,19 +135,21 @@ def _events(response: HTTPResponse) -> Iterator[Json]:
         yield json.loads(data)
 
 
-def _scores(told: Json) -> list[TokenScore]:
+def _scores(fields: Json) -> list[TokenScore]:
     """Read log-probabilities in the form of chats or completions."""
-    if told.get("content") is not None:
+    if fields.get("content") is not None:
         return [
             TokenScore(
                 _spelling(each), each["logprob"], {_spelling(one): one["logprob"] for one in each["top_logprobs"]}
             )
-            for each in told["content"]
+            for each in fields["content"]
         ]
-    tops = told.get("top_logprobs") or [{} for _ in told.get("tokens") or ()]
+    tops = fields.get("top_logprobs") or [{} for _ in fields.get("tokens") or ()]
     return [
         TokenScore(token.encode(), logprob, {name.encode(): value for name, value in (top or {}).items()})
-        for token, logprob, top in zip(told.get("tokens") or (), told.get("token_logprobs") or (), tops, strict=True)
+        for token, logprob, top in zip(
+            fields.get("tokens") or (), fields.get("token_logprobs") or (), tops, strict=True
+        )
         if logprob is not None
     ]
 
@@ -168,13 +170,13 @@ def _drafts(chunk: Json) -> tuple[int, int] | None:
     return (timings["draft_n"], timings.get("draft_n_accepted", 0)) if "draft_n" in timings else None
 
 
-def _told(error: HTTPError) -> str:
+def _refusal(error: HTTPError) -> str:
     """Return a refusal's status and the server's message."""
     body = error.read(1 << 16).decode(errors="replace")
     try:
-        told = json.loads(body)
-        told = told.get("error", told)
-        message = told["message"] if isinstance(told, dict) and "message" in told else str(told)
+        fields = json.loads(body)
+        fields = fields.get("error", fields)
+        message = fields["message"] if isinstance(fields, dict) and "message" in fields else str(fields)
     except (ValueError, AttributeError):
         message = body
     return f"{error.code}: {' '.join(str(message).split())}"[:ERROR_CHARACTERS]

@@ -211,9 +211,9 @@ class TopkTables:
         for table, place, count in zip(tables, packed.places, packed.counts, strict=True):
             chunks, most, rank = (int(table[0, field]) for field in (CHUNKS_FIELD, MOST_FIELD, RANK_FIELD))
             ranked.append(chunks if most < chunks else 0)
-            padded, worth = topk_rank.padded_queries(count, heads.group), 4 * _whole(ranked[-1], GROUP_CHUNKS)
+            padded, worth = topk_rank.padded_queries(count, heads.group), 4 * _rounded_up(ranked[-1], GROUP_CHUNKS)
             every, self.worth_chunks = heads.kv_heads * padded, worth // 4
-            self._sizes.append(_TopkSizes(padded, _whole(every * rank, LINE), _whole(4 * every, LINE), worth))
+            self._sizes.append(_TopkSizes(padded, _rounded_up(every * rank, LINE), _rounded_up(4 * every, LINE), worth))
             self.worth_offset = self.states_bytes + self._sizes[-1].rounded_bytes + self._sizes[-1].unit_bytes
             self.states_bytes = self.worth_offset + every * worth
             self.slot_size = max(self.slot_size, topk_attention.scratch_bytes(chunks, most, place + count, heads.dim))
@@ -249,5 +249,5 @@ def address(table: bytearray | IntArray) -> int:
     return int(np.frombuffer(table, np.uint8).ctypes.data) if isinstance(table, bytearray) else int(table.ctypes.data)
 
 
-def _whole(size: int, unit: int) -> int:
+def _rounded_up(size: int, unit: int) -> int:
     return unit * math.ceil(size / unit)

@@ -275,12 +275,12 @@ def select_topk(worth: Any, count: int, margin: float, found: int, spare: int) -
     groups = (len(worth) + SELECTION_GROUP - 1) // SELECTION_GROUP
     numbers = integers(found, selection_numbers(len(worth)))
     maxima, copy = floats(spare, groups), floats(spare + 4 * len(worth), len(worth))
-    whole = len(worth) // SELECTION_GROUP
-    if whole < groups:
-        maxima[whole] = worth[whole * SELECTION_GROUP]
-        for c in range(whole * SELECTION_GROUP + 1, len(worth)):
-            maxima[whole] = max(maxima[whole], worth[c])
-    largest(worth.ctypes.data, whole, spare)
+    full_groups = len(worth) // SELECTION_GROUP
+    if full_groups < groups:
+        maxima[full_groups] = worth[full_groups * SELECTION_GROUP]
+        for c in range(full_groups * SELECTION_GROUP + 1, len(worth)):
+            maxima[full_groups] = max(maxima[full_groups], worth[c])
+    largest(worth.ctypes.data, full_groups, spare)
     top = maxima[0]
     for g in range(groups):
         copy[g] = maxima[g]

@@ -81,8 +81,8 @@ def padded(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     the library uses one algorithm per matrix. A token's bits then do not depend on the pass, if they do not depend on
     its row, which the exactness probe tests."""
     n, rows = len(x), LINEAR_TILES[-1].tokens
-    whole = torch.nn.functional.pad(x, (0, 0, 0, -n % rows))
-    return torch.cat([torch.nn.functional.linear(part, weight) for part in whole.split(rows)])[None, :n]
+    padded_x = torch.nn.functional.pad(x, (0, 0, 0, -n % rows))
+    return torch.cat([torch.nn.functional.linear(part, weight) for part in padded_x.split(rows)])[None, :n]
 
 
 def sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -570,10 +570,10 @@ def _copy(w: int, row: int, size: int, valid: int, to: int) -> None:
 @compiled
 def _finish(fields: int, n: int, valid: int, sums: int, twin: int, y: int, number: int, spare: int) -> None:
     op = read_linear(fields)
-    whole = valid == _lanes(op)
+    full = valid == _lanes(op)
     for t in range(n):
         at, place = sums + t * LINE, y + t * op.y_row
-        to = place if whole else spare
+        to = place if full else spare
         if op.mode == GATE:
             gated(op.to_kind, op.activation, at, twin + t * LINE, to)
         elif op.mode == ADD:
@@ -583,7 +583,7 @@ def _finish(fields: int, n: int, valid: int, sums: int, twin: int, y: int, numbe
             continue
         else:
             words(1 if op.to_kind == 1 else 0, at, 1, to)
-        if not whole:
+        if not full:
             source_bytes, target_bytes = bytes_at(spare, valid * number), bytes_at(place, valid * number)
             for i in range(valid * number):
                 target_bytes[i] = source_bytes[i]

@@ -163,8 +163,8 @@ def _padded_size(count: int) -> int:
     size, threads = 0, torch.get_num_threads()
     while size < count:
         size = count
-        whole = VECTOR_MULTIPLE * math.lcm(threads, max(1, min(threads, math.ceil(size / THREAD_GRAIN))))
-        count = whole * math.ceil(size / whole)
+        multiple = VECTOR_MULTIPLE * math.lcm(threads, max(1, min(threads, math.ceil(size / THREAD_GRAIN))))
+        count = multiple * math.ceil(size / multiple)
     return size
 
 

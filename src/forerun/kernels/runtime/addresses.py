@@ -135,9 +135,9 @@ def part(typing: Any, array: Any, first: Any, count: Any) -> Code:
     size = array.dtype.bitwidth // 8
 
     def write(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        whole, result = arrayobj.make_array(array)(context, builder, values[0]), arrayobj.make_array(array)
+        source, result = arrayobj.make_array(array)(context, builder, values[0]), arrayobj.make_array(array)
         piece = result(context, builder)
-        data = builder.gep(whole.data, [values[1]])
+        data = builder.gep(source.data, [values[1]])
         arrayobj.populate_array(piece, data, [values[2]], [I64(size)], I64(size), None)
         return piece._getvalue()
 

@@ -165,8 +165,8 @@ class Emitter:
 
     def larger(self, a: ir.Value, b: ir.Value) -> ir.Value:
         """Return the maximum of ``a`` and ``b``, lane by lane."""
-        whole = a.type == WORDS
-        more = self.builder.icmp_signed(">", a, b) if whole else self.builder.fcmp_ordered(">", a, b)
+        integral = a.type == WORDS
+        more = self.builder.icmp_signed(">", a, b) if integral else self.builder.fcmp_ordered(">", a, b)
         return self.builder.select(more, a, b)
 
     def largest(self, x: ir.Value) -> ir.Value:

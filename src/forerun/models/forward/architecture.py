@@ -62,8 +62,8 @@ class MatrixRows:
     @property
     def weights(self) -> Weights:
         """The rows in the form that kernels use."""
-        whole: Weights = self.module.packed_weights if as_stored(self.module) else plain(self.module.weight.detach())
-        return whole._replace(rows=whole.rows[self.first : self.first + self.count], bias=self.bias)
+        full: Weights = self.module.packed_weights if as_stored(self.module) else plain(self.module.weight.detach())
+        return full._replace(rows=full.rows[self.first : self.first + self.count], bias=self.bias)
 
 
 @dataclass(frozen=True)
@@ -323,12 +323,12 @@ def _fits(model: PreTrainedModel) -> bool:
     kinds = {type(layer.mixer) for layer in described}
     shapes = {(type(layer.mixer), *((p.count, p.module.in_features) for p in layer.matrices)) for layer in described}
     dims = {layer.mixer.head_dim for layer in described if isinstance(layer.mixer, AttentionPart)}
-    whole = LINE // model.dtype.itemsize
+    lanes = LINE // model.dtype.itemsize
     return (
         len(shapes) == len(kinds)
         and len(dims) == 1
         and not any(dim % LANES for dim in dims)
-        and not any(module.in_features % whole for module in linears)
+        and not any(module.in_features % lanes for module in linears)
     )
 
 
@@ -338,18 +338,18 @@ def _layer(layer: Any, config: Any, kind: str | None) -> DecoderLayer:
         mixer = (
             _attention(layer.self_attn, config, kind)
             if conv is None
-            else ConvolutionPart(_whole(conv.in_proj), _whole(conv.out_proj), conv.conv)
+            else ConvolutionPart(_all_rows(conv.in_proj), _all_rows(conv.out_proj), conv.conv)
         )
-        pair = _whole(mlp.w1), _whole(mlp.w3)
-        return DecoderLayer(mixer, pair, _whole(mlp.w2), layer.operator_norm, None, layer.ffn_norm, None, 1.0)
+        pair = _all_rows(mlp.w1), _all_rows(mlp.w3)
+        return DecoderLayer(mixer, pair, _all_rows(mlp.w2), layer.operator_norm, None, layer.ffn_norm, None, 1.0)
     mlp = layer.mlp
     if hasattr(mlp, "gate_up_proj"):
         gate_up = _split(mlp.gate_up_proj, *(mlp.gate_up_proj.out_features // 2,) * 2)
     else:
-        gate_up = _whole(mlp.gate_proj), _whole(mlp.up_proj)
+        gate_up = _all_rows(mlp.gate_proj), _all_rows(mlp.up_proj)
     multiplier = float(getattr(layer, "residual_multiplier", 1.0))
     mixer = _attention(layer.self_attn, config, kind)
-    return DecoderLayer(mixer, gate_up, _whole(mlp.down_proj), *_norms(layer), multiplier)
+    return DecoderLayer(mixer, gate_up, _all_rows(mlp.down_proj), *_norms(layer), multiplier)
 
 
 def _attention(part: Any, config: Any, kind: str | None) -> AttentionPart:
@@ -358,12 +358,12 @@ def _attention(part: Any, config: Any, kind: str | None) -> AttentionPart:
         heads, kv_heads = config.num_attention_heads * dim, config.num_key_value_heads * dim
         qkv = _split(part.qkv_proj, heads, kv_heads, kv_heads)
     else:
-        qkv = tuple(_whole(each) for each in (part.q_proj, part.k_proj, part.v_proj))
+        qkv = tuple(_all_rows(each) for each in (part.q_proj, part.k_proj, part.v_proj))
     every = config.sliding_window if config.model_type in ("mistral", "phi3") else None  # the window of every layer
     softcap = part.attn_logit_softcapping if config.model_type == "gemma2" else None  # Gemma 3 has one and ignores it
     q_norm, k_norm = ("q_layernorm", "k_layernorm") if lfm2 else ("q_norm", "k_norm")
     return AttentionPart(
-        qkv, _whole(part.out_proj if lfm2 else part.o_proj),
+        qkv, _all_rows(part.out_proj if lfm2 else part.o_proj),
         q_norm=getattr(part, q_norm, None), k_norm=getattr(part, k_norm, None), head_dim=dim,
         spec=AttentionSpec(part.scaling, getattr(part, "sliding_window", every), softcap), rotary=kind,
         rotates=bool(getattr(part, "use_rope", True)),
@@ -377,7 +377,7 @@ def _norms(layer: Any) -> tuple[Any, Any, Any, Any]:
     return (first, None, second, None) if first is not None else (None, second, None, layer.post_feedforward_layernorm)
 
 
-def _whole(module: Any) -> MatrixRows:
+def _all_rows(module: Any) -> MatrixRows:
     return MatrixRows(module, 0, module.out_features)
 
 

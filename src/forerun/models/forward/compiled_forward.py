@@ -258,7 +258,7 @@ class CompiledForward:
         norms, (y, row) = (part.q_norm, part.k_norm), _rows(qkv)
         per_head = [norm is not None and len(norm.weight) == heads.dim for norm in norms]
         places = (y, row), (y + 4 * heads.heads * heads.dim, row)
-        whole = [
+        products = [
             self._norm(norm, place, TO_FLOATS, place)
             for norm, place, single in zip(norms, places, per_head, strict=True)
             if norm is not None and not single
@@ -271,7 +271,7 @@ class CompiledForward:
             decoder.kind, decoder.kv_kind, heads.heads, heads.kv_heads, heads.dim, y, row, q_norm, k_norm, offset,
             cos.data_ptr(), sin.data_ptr(), cos.shape[1] if part.rotates else 0, kv, least,
         )  # fmt: skip
-        return [*whole, (ROTARY, op)]
+        return [*products, (ROTARY, op)]
 
     def _mlp(self, layer: DecoderLayer) -> list[Op]:
         return [

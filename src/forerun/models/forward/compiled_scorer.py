@@ -269,9 +269,9 @@ def _queries(decoder: Decoder, qkv: torch.Tensor, counts: Sequence[int]) -> Sequ
 
 def fastest_scorer(scorer: Scorer) -> Scorer:
     """Return a ``CompiledScorer`` for a supported structure, a ``GpuScorer`` on a GPU, else ``scorer``."""
-    whole = type(scorer) is Scorer and not is_sharded(scorer.model)
-    if whole and gpu.runs_on(scorer.device):
+    unsharded = type(scorer) is Scorer and not is_sharded(scorer.model)
+    if unsharded and gpu.runs_on(scorer.device):
         from forerun.models.forward.gpu_scorer import GpuScorer  # needs Triton
 
         return GpuScorer(scorer.model)
-    return CompiledScorer(scorer.model, scorer.kv_dtype) if whole and known(scorer.model) else scorer
+    return CompiledScorer(scorer.model, scorer.kv_dtype) if unsharded and known(scorer.model) else scorer

@@ -101,17 +101,17 @@ def _read_far(scorer: Scorer, text: IntArray, length: int) -> FullCache:
 def _difference(scorer: Scorer, before: FullCache, text: IntArray, sizes: Sequence[int]) -> str | None:
     """Commit a sequence, and return what rounds differently from one pass over it after the cache's tokens, or None."""
     start = before.length
-    whole = _read(scorer, before, text, [len(text)])
+    expected = _read(scorer, before, text, [len(text)])
     before.truncate(start)
     parts = _read(scorer, before, text, sizes)
     for position in range(len(text)):
-        if not torch.equal(whole[position], parts[position]):
+        if not torch.equal(expected[position], parts[position]):
             size = sizes[int(np.searchsorted(np.cumsum(sizes), position, side="right"))]
             return f"a pass over {size} tokens rounds differently from one over {len(text)}"
     branch = min(PROBED_BRANCH_TOKENS, len(text) // 2)
     for others, reason in ((0, BRANCH_ROUNDS), (1, ROW_ROUNDS)) if branch else ():
         _go_back(scorer, before, text, start, len(text) - branch - 1)
-        if not _in_a_tree(scorer, before, text, branch, whole, others):
+        if not _in_a_tree(scorer, before, text, branch, expected, others):
             return reason
     before.truncate(start)
     _read(scorer, before, text, [len(text)])
@@ -139,7 +139,9 @@ def _read(scorer: Scorer, cache: FullCache, text: IntArray, sizes: Sequence[int]
     return torch.cat(found)
 
 
-def _in_a_tree(scorer: Scorer, cache: FullCache, text: IntArray, branch: int, whole: torch.Tensor, others: int) -> bool:
+def _in_a_tree(
+    scorer: Scorer, cache: FullCache, text: IntArray, branch: int, expected: torch.Tensor, others: int
+) -> bool:
     """Return whether a branch has the sequence's logits although wrong branches and other rows share the pass."""
     start, wrong = len(text) - branch - 1, (text + 1) % scorer.vocabulary
     rows = [FullCache() for _ in range(others)]
@@ -151,7 +153,7 @@ def _in_a_tree(scorer: Scorer, cache: FullCache, text: IntArray, branch: int, wh
     blocks = [Block(text[start : start + 1], DraftTree.chain(wrong[:5]), row.length) for row in rows]
     blocks.append(Block(text[start : start + 1], tree, cache.length))
     logits = scorer.score(blocks, [*rows, cache])[-1]
-    return torch.equal(logits[[0, *places]], whole[start:])
+    return torch.equal(logits[[0, *places]], expected[start:])
 
 
 def _with_wrong_branches(right: IntArray, wrong: IntArray) -> tuple[DraftTree, list[int]]:

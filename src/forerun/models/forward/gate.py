@@ -202,10 +202,10 @@ def _reason_in_chunk(scorer: Scorer) -> str | None:
         return None
     tokens = np.random.default_rng(0).integers(0, scorer.vocabulary, 2 * count)
     last: list[torch.Tensor] = []
-    for whole in (True, False):
+    for whole_chunk in (True, False):
         cache = FullCache()
         for start in (0, count):
-            block = Block(tokens[start : start + count], DraftTree.empty(), start, whole)
+            block = Block(tokens[start : start + count], DraftTree.empty(), start, whole_chunk)
             with _naming("a pass over a complete prompt chunk"):
                 logits = scorer.score([block], [cache])[0]
             cache.commit(block, [])

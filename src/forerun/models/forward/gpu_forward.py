@@ -82,11 +82,11 @@ def _joined(tensors: Sequence[torch.nn.Parameter]) -> torch.Tensor:
 def _moved(tensors: Sequence[torch.nn.Parameter]) -> torch.Tensor:
     first = 0
     with torch.inference_mode(tensors[0].is_inference()), torch.no_grad():  # as the model was made
-        whole = torch.cat([tensor.data for tensor in tensors])
+        joined = torch.cat([tensor.data for tensor in tensors])
         for tensor in tensors:
-            tensor.data = whole[first : first + len(tensor)]
+            tensor.data = joined[first : first + len(tensor)]
             first += len(tensor)
-    return whole
+    return joined
 
 
 class GpuForward:

@@ -91,7 +91,7 @@ class StartupCache:
             kept = results.get()
             found = Exactness(kept["level"], kept["reason"])
             if found.level in LEVELS and isinstance(found.reason, str | None):
-                return found if results.in_process else replace(found, reason=results.said(found.reason))
+                return found if results.in_process else replace(found, reason=results.described(found.reason))
         found = probe(scorer, limit, offloads)
         results.keep(asdict(found))
         return found
@@ -165,7 +165,7 @@ class _Result:
     def beside(self, suffix: str) -> Path | None:
         return None if self._file is None else self._file.with_suffix(suffix)
 
-    def said(self, reason: str | None) -> str:
+    def described(self, reason: str | None) -> str:
         kept = f"measured earlier on this machine ({self._file})"
         return kept if reason is None else f"{reason}; {kept}"
 

@@ -25,7 +25,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from forerun.core.block import Block, RowScores
 from forerun.core.fairness import FairLock
-from forerun.core.pinned import brought
+from forerun.core.pinned import to_device
 from forerun.core.transfers import present
 from forerun.core.tree import DraftTree
 from forerun.kernels.attention.attention import AttentionSpec, Packings, attend_in_order
@@ -347,16 +347,16 @@ class Scorer:
         positions = np.concatenate(
             [cache.position + block.offsets for block, cache in zip(blocks, caches, strict=True)]
         )
-        places = brought(torch.from_numpy(positions), self.device)
+        places = to_device(torch.from_numpy(positions), self.device)
         return self._forward(
-            brought(ids, self.device), places, Pass(blocks, caches, self.kv_dtype), self._wanted(blocks), layers
+            to_device(ids, self.device), places, Pass(blocks, caches, self.kv_dtype), self._wanted(blocks), layers
         )
 
     def _wanted(self, blocks: Sequence[Block]) -> int | torch.Tensor:
         """Return the tokens that need logits: 0 for all, or their indices in the packed sequence."""
         if all(len(block.pending) == 1 for block in blocks):
             return 0
-        return brought(torch.from_numpy(wanted_tokens(blocks)), self.device)
+        return to_device(torch.from_numpy(wanted_tokens(blocks)), self.device)
 
     def _forward(
         self,

@@ -71,7 +71,7 @@ class DFlash2Head(DFlashHead):
         super().bind(target)
         if self.tokens is not None or self._top > target.vocabulary:
             raise ValueError(
-                f"the DFlash2 head in {self.folder} has {self._known} tokens and selects among {self._top}; "
+                f"the DFlash2 head in {self.folder} has {self._draft_vocabulary} tokens and selects among {self._top}; "
                 f"it must have all of the target's {target.vocabulary}"
             )
 

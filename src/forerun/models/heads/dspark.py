@@ -62,7 +62,10 @@ class DSparkHead(DFlashHead):
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         size, rank, at = self._size, self._rank, "markov_head."
         names = super()._shapes()
-        names |= {f"{at}markov_w1.weight": (self._vocabulary, rank), f"{at}markov_w2.weight": (self._known, rank)}
+        names |= {
+            f"{at}markov_w1.weight": (self._vocabulary, rank),
+            f"{at}markov_w2.weight": (self._draft_vocabulary, rank),
+        }
         made = {"gated": ("gate_proj", rank, size + rank), "rnn": ("joint_proj", 3 * rank, size + 2 * rank)}
         if self._markov in made:
             name, out, wide = made[self._markov]

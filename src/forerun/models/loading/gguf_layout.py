@@ -134,8 +134,8 @@ class ProcessorLayout(GgufLayout):
     def rows(self, name: str, count: int) -> Numbers | None:
         numbers = np.arange(count)
         order = self._processor.process(numbers[:, None], name).weights
-        whole = order.shape == (count, 1) and np.array_equal(np.sort(order[:, 0]), numbers)
-        return order[:, 0] if whole else None
+        only_rows = order.shape == (count, 1) and np.array_equal(np.sort(order[:, 0]), numbers)
+        return order[:, 0] if only_rows else None
 
 
 class OperationsLayout(GgufLayout):
@@ -170,8 +170,8 @@ class OperationsLayout(GgufLayout):
                 return None
             if not hasattr(operation, "input_permutation"):
                 order = _applied(operation, order)
-        whole = order.shape == numbers.shape and torch.equal(order[:, 0].sort().values, numbers[:, 0])
-        return order[:, 0].numpy() if whole else None
+        only_rows = order.shape == numbers.shape and torch.equal(order[:, 0].sort().values, numbers[:, 0])
+        return order[:, 0].numpy() if only_rows else None
 
     def columns(self, name: str) -> Numbers | None:
         orders = [each.input_permutation for each in self._operations(name) if hasattr(each, "input_permutation")]

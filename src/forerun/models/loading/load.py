@@ -249,12 +249,12 @@ def _from_folder(
     if (method := prepare(folder, config)) is not None:
         LOG.info("%s: the weights (%s) are dequantised", folder, method)
         more["config"] = config
-    whole = partial(_model, source, dtype, config.model_type, use_safetensors=True, **more)
+    load_model = partial(_model, source, dtype, config.model_type, use_safetensors=True, **more)
     if quantize is None:
-        return whole(), tokenizer
+        return load_model(), tokenizer
     from forerun.models.loading.quantised import load_quantised  # needs gguf, which may not be installed
 
-    return load_quantised(folder, quantize, config, whole, progress), tokenizer
+    return load_quantised(folder, quantize, config, load_model, progress), tokenizer
 
 
 def _from_file(

@@ -175,7 +175,7 @@ class ThinkingFormat:
 
     begin: str
     end: str
-    behind: str = ""
+    following: str = ""
     answer: str = ""
 
 

@@ -81,12 +81,12 @@ class Grammars:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int, ends: Sequence[int]) -> None:
         self.tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, ends
-        self._known: OrderedDict[tuple[str, GrammarSource], Grammar] = OrderedDict()
+        self._grammars: OrderedDict[tuple[str, GrammarSource], Grammar] = OrderedDict()
         self._made: LLTokenizer | None = None
         self._making, self._keeping = threading.Lock(), threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._grammars)
 
     def of(self, response_format: ResponseFormat, namespace: str = "default") -> Grammar | None:
         """Return a response format's grammar; None for plain text. Timing does not reveal another namespace's grammars.
@@ -101,19 +101,19 @@ class Grammars:
             return None
         key = (namespace, source)
         with self._keeping:
-            if key in self._known:
-                self._known.move_to_end(key)
-                return self._known[key]
+            if key in self._grammars:
+                self._grammars.move_to_end(key)
+                return self._grammars[key]
         grammar = Grammar(_compile(self.prepare(), source))
         with self._keeping:
-            self._known[key] = grammar
-            if len(self._known) > KEPT_GRAMMARS:
-                del self._known[eviction([(each, owner_of(each[0]), 1) for each in self._known])]  # type: ignore[arg-type]
+            self._grammars[key] = grammar
+            if len(self._grammars) > KEPT_GRAMMARS:
+                del self._grammars[eviction([(each, owner_of(each[0]), 1) for each in self._grammars])]  # type: ignore[arg-type]
         return grammar
 
     def has(self, source: GrammarSource, namespace: str = "default") -> bool:
         with self._keeping:
-            return (namespace, source) in self._known
+            return (namespace, source) in self._grammars
 
     def tokenizer_arguments(self) -> dict[str, Any]:
         """Return arguments of ``llguidance.LLTokenizer``, for any process; ``prepare`` checks the tokenizer."""

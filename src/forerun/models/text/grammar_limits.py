@@ -122,7 +122,7 @@ def _remainders(divisor: Any) -> int:
 class _ShortestJson:
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
-        self._known: dict[str, float] = {}
+        self._lengths: dict[str, float] = {}
 
     def check(self) -> None:
         references = [value for value in _values(self._root, "$ref") if isinstance(value, str)]
@@ -167,14 +167,14 @@ class _ShortestJson:
 
     def _referred(self, reference: str) -> float:
         """Measure a referenced schema. One that refers to itself without a way out matches no text, and is infinite."""
-        if reference not in self._known:
-            self._known[reference] = math.inf
+        if reference not in self._lengths:
+            self._lengths[reference] = math.inf
             target: Any = self._root
             for key in reference.lstrip("#").split("/")[1:]:
                 key = key.replace("~1", "/").replace("~0", "~")
                 target = target.get(key) if isinstance(target, Mapping) else None
-            self._known[reference] = self.length(target)
-        return self._known[reference]
+            self._lengths[reference] = self.length(target)
+        return self._lengths[reference]
 
 
 _LARK_TOKEN = re.compile(

@@ -61,7 +61,7 @@ class MessageFormat:
             return None
         text: Json = {"content_args": {"strip": False}}
         fields: Json = {"content": (HARMONY_CONTENT if thinking and thinking.answer else {}) | text}
-        noise = [*((thinking.behind,) if thinking and thinking.behind else ()), *(calls.noise if calls else ())]
+        noise = [*((thinking.following,) if thinking and thinking.following else ()), *(calls.noise if calls else ())]
         if thinking is not None:
             fields["reasoning_content"] = {"open": thinking.begin, "close": thinking.end, **text}
         if calls is not None:
@@ -111,11 +111,11 @@ class MessageFormat:
     def _thinking_rules(self, thinking: Thinking) -> tuple[str, list[str]]:
         if self.thinking is None or thinking == "closed":
             return "", []
-        end, behind = self._lark(self.thinking.end), self._lark(self.thinking.behind) or r"/\n{0,2}/"
+        end, following = self._lark(self.thinking.end), self._lark(self.thinking.following) or r"/\n{0,2}/"
         if self.thinking.end in self.added:
-            rules = [f"forerun_reasoning: FORERUN_ANY {end} {behind}", "FORERUN_ANY: /(?s:.*)/"]
+            rules = [f"forerun_reasoning: FORERUN_ANY {end} {following}", "FORERUN_ANY: /(?s:.*)/"]
         else:
-            rules = [f"forerun_reasoning: forerun_thoughts {behind}", f"forerun_thoughts[suffix={end}]: /(?s:.*)/"]
+            rules = [f"forerun_reasoning: forerun_thoughts {following}", f"forerun_thoughts[suffix={end}]: /(?s:.*)/"]
         if thinking == "open":
             return "forerun_reasoning", rules
         return f"({self._lark(self.thinking.begin)} forerun_reasoning)?", rules

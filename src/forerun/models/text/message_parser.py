@@ -209,7 +209,7 @@ class MessageParser:
         self._at_start = begins_thinking
         self._scanner: ObjectScanner | None = None
         self._value: ValueScanner | None = None
-        self._inside = self._bare = self._behind = False  # a call, one without marks, and after its arguments
+        self._inside = self._bare = self._after_arguments = False  # a call, one without marks, and after its arguments
         self._head = ""
         self._calls_before = self._region = 0
 
@@ -293,7 +293,7 @@ class MessageParser:
             self._calls_before, self._head, self._region, self._inside = self.calls, "", self._end, True
             any_name = self._format is None or self._format.marked
             self._scanner = ObjectScanner(self._begin, self._add, None if any_name else self._names)
-            self._value, self._bare, self._behind = None, False, False
+            self._value, self._bare, self._after_arguments = None, False, False
         elif kind == "region_chunk" and self._format is not None:
             first = not self._head
             self._head += event["text"]
@@ -360,12 +360,12 @@ class MessageParser:
     def _read_arguments(self, text: str, form: CallFormat) -> None:
         """Add arguments, from a string when it is complete. If no mark ends the call, the rest is content."""
         assert self._value is not None
-        inside, behind = self._value.feed(text)
+        inside, following = self._value.feed(text)
         self._add(inside)
-        if "close" not in form.field and (self._behind or behind.strip()):
-            self._at_start |= not self._behind
-            self._behind = True
-            self._add_content(behind)
+        if "close" not in form.field and (self._after_arguments or following.strip()):
+            self._at_start |= not self._after_arguments
+            self._after_arguments = True
+            self._add_content(following)
 
     def _take_whole(self, function: Any) -> None:
         arguments = function.get("arguments", {})

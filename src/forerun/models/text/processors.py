@@ -99,8 +99,8 @@ def of_row(processors: Sequence[Any], model: PreTrainedModel, row: int = 0, rows
     own = [_quick(_of_place(each, row, rows)) if stateless(each) else each for each in processors]
     if rows > 1:
         own = [each if stateless(each) else _copied(each, model) for each in own]
-    whole, pure = _in_turn(own), [each for each in own if stateless(each)]
-    return whole if whole is None or len(pure) == len(own) else Remembering(whole, _in_turn(pure))
+    combined, pure = _in_turn(own), [each for each in own if stateless(each)]
+    return combined if combined is None or len(pure) == len(own) else Remembering(combined, _in_turn(pure))
 
 
 def _in_turn(processors: Sequence[Any]) -> Processor | None:

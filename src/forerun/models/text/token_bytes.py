@@ -19,13 +19,13 @@ class TokenBytes:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._known: dict[int, bytes] = {}
+        self._bytes: dict[int, bytes] = {}
 
     def __call__(self, token: int) -> bytes:
         """Return a token's bytes; a special token's are its name, and those of a token without a name are empty."""
-        if token not in self._known:
-            self._known[token] = self._find(token)
-        return self._known[token]
+        if token not in self._bytes:
+            self._bytes[token] = self._find(token)
+        return self._bytes[token]
 
     def skipped(self, token: int) -> bool:
         """Return whether decoded text omits the token."""
