@@ -32,6 +32,7 @@ class RowText:
 
     @property
     def earlier(self) -> npt.NDArray[np.integer[Any]]:
+        """Tokens before the new ones."""
         return self.text[: len(self.text) - self.new]
 
     @property
