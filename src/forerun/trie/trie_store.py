@@ -152,7 +152,7 @@ class TrieStore:
         """
         content = trie_file.read(path)
         if vocabulary and content.vocabulary not in ("", vocabulary):
-            raise TrieFileError(f"{path} has a different vocabulary from the model's")
+            raise TrieFileError(f"{path} has another vocabulary, not the model's")
         self._replace(content.namespaces, content.mixers)
 
     @locked
