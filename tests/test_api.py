@@ -248,7 +248,7 @@ def test_a_store_that_could_not_be_renewed_is_not_asked(tmp_path, monkeypatch):
             weight.mul_(-1.3)
     hook = model.model.layers[0].register_forward_hook(lambda module, given, out: out)
     for _ in range(2):
-        with pytest.raises(ValueError, match="keys and values of this model cannot be kept on disk"):
+        with pytest.raises(ValueError, match="keys and values of this model cannot be stored on disk"):
             engine.generate(prompt, max_new_tokens=2)
     hook.remove()
     result = engine.generate(prompt, max_new_tokens=2)

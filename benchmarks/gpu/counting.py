@@ -37,8 +37,8 @@ class LaunchCounter(TorchDispatchMode):
         self.copies = 0
 
     def __enter__(self) -> LaunchCounter:
-        for owner, name in ((PassTables, "fill"), (transfers, "brought"), (sampling, "brought"), (retrieval, "brought"),
-                            (cache, "brought")):  # fmt: skip
+        for owner, name in ((PassTables, "fill"), (transfers, "to_device"), (sampling, "to_device"),
+                            (retrieval, "to_device"), (cache, "to_device")):  # fmt: skip
             self._stack.enter_context(mock.patch.object(owner, name, self._counted(getattr(owner, name), 1)))
         recorded = self._counted(GraphCache._recorded, 0)
         self._stack.enter_context(mock.patch.object(GraphCache, "_recorded", recorded))

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.long_context.long_bench import Prefilled, RequestMaker, Tokens
 from forerun.core.block import Block
-from forerun.core.pinned import brought
+from forerun.core.pinned import to_device
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, Sampler, uniform
 from forerun.core.tree import DraftTree
@@ -80,7 +80,7 @@ class SimulatedSampler(Sampler):
     def choices(self, scores: torch.Tensor, positions: Sequence[int], salt: Salt = Salt.TARGET) -> torch.Tensor:
         """Return ``choose`` at each of these positions, on the scores' device."""
         tokens = [self.choose(scores[:1], position, salt) for position in positions]
-        return brought(torch.tensor(tokens), scores.device)
+        return to_device(torch.tensor(tokens), scores.device)
 
     def chances(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Return the rate at which the level above agrees, for each token: random weights' own say nothing of that."""

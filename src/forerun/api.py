@@ -39,7 +39,6 @@ ENGINES = 8
 """Maximum engines per model; each holds its drafter's index and draft model. Enough to compare every drafter."""
 
 DEFAULTS = {name: each.default for name, each in inspect.signature(Engine).parameters.items()}
-"""Defaults of ``Engine``'s parameters."""
 
 
 def generate(
@@ -68,13 +67,11 @@ def generate(
     least recently used one is dropped.
 
     Args:
-        model: a transformers decoder.
         prompts: text or messages (with ``tokenizer``), token ids, a list of any of them, or a tensor. Messages are
             dicts with ``role`` and ``content``, rendered by the tokenizer's chat template.
-        drafter: see ``Engine``.
         tokenizer: for prompts and results as text, and for ``stop_strings``; used in this call only.
         streamer: a transformers streamer; for one sequence only.
-        settings, budget, prune_drafts, prefill_block, prefix_cache, kv_store, kv_store_limit, kv_store_expiry,
+        drafter, settings, budget, prune_drafts, prefill_block, prefix_cache, kv_store, kv_store_limit, kv_store_expiry,
             kv_store_key, kv_memory, kv_dtype: see ``Engine``.
         options: see ``GenerationOptions``.
     """

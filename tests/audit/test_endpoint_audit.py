@@ -279,7 +279,7 @@ def test_own_requests_are_sent_as_they_are(tmp_path):
     with server(noting) as url:
         assert call("--url", url, "-k", "own", "--requests", file).exit_code == 0
     assert {"model": "small", "prompt": "a b", "top_k": 3} in bodies
-    for line, said in (("[]", "must be an object"), ("{", "no JSON"), ('{"prompt": "a", "n": 2}', "has n 2")):
+    for line, said in (("[]", "must be an object"), ("{", "not JSON"), ('{"prompt": "a", "n": 2}', "has n 2")):
         file.write_text(line)
         with pytest.raises(ValueError, match=said):
             read_requests(file)
@@ -295,4 +295,4 @@ def test_wrong_options_are_refused_in_words(arguments, said):
     result = call(*arguments)
     assert result.exit_code == 2 and said in result.output
     with server(right) as url:
-        assert "no JSON" in call("--url", url, "--fields", "{").output
+        assert "not JSON" in call("--url", url, "--fields", "{").output

@@ -21,7 +21,7 @@ def test_a_prompt_becomes_one_user_message_and_begins_once():
 
 
 @pytest.mark.parametrize(("line", "said"), [
-    ("{", "line 2 is no JSON"), ([1], "line 2 is a list; it must be an object with task"),
+    ("{", "line 2 is not JSON"), ([1], "line 2 is a list; it must be an object with task"),
     ({"prompt": "a"}, "line 2 has no task"),
     ({"task": "t"}, "line 2 has neither of prompt and messages"),
     ({"task": "t", "prompt": "a", "messages": []}, "line 2 has both of prompt and messages"),
@@ -44,9 +44,9 @@ def test_a_wrong_line_is_named_by_its_number(tmp_path, line, said):
 
 def test_all_wrong_lines_are_named_together(tmp_path):
     good = {"task": "t", "prompt": "a"}
-    with pytest.raises(ValueError, match=r"line 2 is no JSON.*; line 4 has no task$"):
+    with pytest.raises(ValueError, match=r"line 2 is not JSON.*; line 4 has no task$"):
         read_prompts_file(written(tmp_path, good, "x", good, {"prompt": "a"}))
-    with pytest.raises(ValueError, match=r"line 5 is no JSON.*; and 2 more lines"):
+    with pytest.raises(ValueError, match=r"line 5 is not JSON.*; and 2 more lines"):
         read_prompts_file(written(tmp_path, *"[[[[[[["))
     for text in ("", "\n \n"):
         with pytest.raises(ValueError, match=r"mine\.jsonl is empty"):

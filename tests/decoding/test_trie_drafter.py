@@ -73,12 +73,12 @@ def test_drafts_stay_within_budget_and_within_what_may_still_be_generated(prompt
 def test_a_prompt_that_the_model_still_reads_is_not_indexed_for_others():
     drafter, live, waiting = TrieSource(), Request([1, 2, 3], 99), Request(list(range(20_000)), 9)
     row, other = opened(drafter, live), opened(drafter, waiting)
-    unread = len(drafter.trie._live[waiting.id].unread[0][1])
+    unread = len(drafter.trie._live[waiting.id].unindexed[0][1])
     for token in range(LEARN_TOKENS):
         live.append(token)
     drafter.promise([row])
     assert drafter.trie.length(live.id) == len(live)
-    assert len(drafter.trie._live[waiting.id].unread[0][1]) == unread
+    assert len(drafter.trie._live[waiting.id].unindexed[0][1]) == unread
     drafter.trie.catch_up = lambda *given: pytest.fail("it was indexed")
     other.close()
 

@@ -223,7 +223,7 @@ def test_commands(folder):
     assert result.stderr.startswith("there is no answer yet\n")
     assert result.stderr.count("tokens per second") == 1
     assert "0 came from the cache" in result.stderr
-    assert "/magic is no command; known are:\n  /reset" in result.stderr
+    assert "/magic is not a command; commands are:\n  /reset" in result.stderr
 
 
 def test_stats_say_what_came_from_the_cache(folder):

@@ -409,7 +409,7 @@ def test_custom_generate_names_the_inputs_that_it_cannot_take():
     filled.update(torch.zeros(1, 1, 11, 4), torch.zeros(1, 1, 11, 4), 0)
     natural = torch.arange(len(PROMPT))[None]
     for given, message in (
-        ({"inputs_embeds": embedded}, "^inputs_embeds: Forerun reads token ids"),
+        ({"inputs_embeds": embedded}, "^inputs_embeds: Forerun passes only token ids"),
         ({"inputs": ids, "position_ids": natural + 1}, "^position_ids: Forerun counts"),
         ({"inputs": ids, "past_key_values": filled}, f"^{CACHE} holds 11 tokens"),
         ({"inputs": ids, "past_key_values": Quantised()}, f"^{CACHE} is a QuantizedCache"),
@@ -454,7 +454,7 @@ def test_what_a_processor_gives_beside_ids_is_refused():
     ids, engine = torch.tensor([PROMPT]), forerun.Engine(MODEL, "none")
     mask = torch.ones_like(ids)
     for name in ("pixel_values", "position_ids", "token_type_ids"):
-        with pytest.raises(NotImplementedError, match=f"^the prompt has {name}: Forerun reads input_ids"):
+        with pytest.raises(NotImplementedError, match=f"^the prompt has {name}: Forerun passes only input_ids"):
             engine.generate({"input_ids": ids, "attention_mask": mask, name: mask}, max_new_tokens=2)
     given = {"input_ids": ids, "attention_mask": mask, "token_type_ids": 0 * mask, "pixel_values": None}
     assert engine.generate(given, max_new_tokens=2).generated == engine.generate(ids, max_new_tokens=2).generated
@@ -569,7 +569,7 @@ def test_what_a_model_reads_beside_text_is_refused_by_name(name):
         max_new_tokens=2,
         custom_generate=lambda model, input_ids, **given: {"input_ids": input_ids, **given},
     )
-    with pytest.raises(NotImplementedError, match=rf"^{name}: Forerun reads token ids"):
+    with pytest.raises(NotImplementedError, match=rf"^{name}: Forerun passes only token ids"):
         forerun.custom_generate(MODEL, **prepared, **{name: torch.zeros(1)})
 
 

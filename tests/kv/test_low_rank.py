@@ -41,7 +41,7 @@ def scanned(index: torch.Tensor, count: int, q: torch.Tensor) -> torch.Tensor:
     kv_heads, rank = index.shape[0], q.shape[2]
     same = torch.eye(rank).repeat(kv_heads, 1, 1)
     keys = ShortKeys(same, same, torch.zeros(kv_heads, 1, rank), len(q) // kv_heads)
-    keys._short, keys._known = index, count
+    keys._short, keys._indexed = index, count
     return keys.worth(q)
 
 
@@ -143,8 +143,8 @@ def test_the_index_follows_a_growing_text():
         full.commit(block, [])
         cache.sync()
         index = cache._indexes[1]
-        short, known = index._short.clone(), index._known
-        index._known = 0
+        short, known = index._short.clone(), index._indexed
+        index._indexed = 0
         index.extend(lambda first, last: full.read(1, first, last)[0][0], known * CHUNK_KEYS)
         groups = -(-known // topk_rank.GROUP_CHUNKS)
         assert known == (full.length - 16) // CHUNK_KEYS

@@ -226,7 +226,7 @@ def test_a_full_disk_ends_the_request_and_frees_everything(tmp_path, monkeypatch
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match=r"bytes of keys and values cannot be kept in .*: No space left"):
+    with pytest.raises(OSError, match=r"bytes of keys and values cannot be stored in .*: No space left"):
         away.generate(prompt(500), max_new_tokens=4)
     assert away.tiers is not None and not any(away.tiers.taken.values())
     assert list(tmp_path.iterdir()) == []

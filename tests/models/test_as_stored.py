@@ -237,7 +237,7 @@ def test_a_file_is_loaded_with_its_tokenizer_and_says_that_weights_stay(tmp_path
     arguments = ["generate", "-m", str(file), "--dtype", "stored", "--raw", "-p", "again and", "-n", "4"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.stderr
-    assert result.stderr == f"{file}: the weights (Q4_1, F32) stay as they are stored\n"
+    assert result.stderr == f"{file}: the weights (Q4_1, F32) stay quantised\n"
 
 
 @pytest.mark.parametrize(("name", "kind"), [
@@ -363,7 +363,7 @@ def refused(how: Callable[[], Any]) -> str:
 def test_what_is_no_gguf_file_is_refused(tmp_path):
     assert "dtype is 'stored', which is for GGUF files, and" in refused(lambda: load("bundled", "stored"))
     kept("llama", torch.float32).save_pretrained(tmp_path / "folder")
-    assert f"{tmp_path / 'folder'} is none" in refused(lambda: load(str(tmp_path / "folder"), "stored"))
+    assert f"{tmp_path / 'folder'} is not one" in refused(lambda: load(str(tmp_path / "folder"), "stored"))
 
 
 def test_cuda_is_refused_and_not_chosen(tmp_path, monkeypatch):
@@ -386,7 +386,7 @@ def test_a_quantisation_without_a_kernel_is_named_with_its_tensor(tmp_path, monk
     file = write(tmp_path / "m.gguf", "Q4_1", change=add, without=("blk.0.ffn_up.weight",))
     monkeypatch.setattr(loading, "_tokenizer", read)
     message = refused(lambda: load(str(file), "stored"))
-    assert "there is no kernel for IQ3_S, as tensor blk.0.ffn_up.weight is stored" in message
+    assert "there is no kernel for IQ3_S, the format of tensor blk.0.ffn_up.weight" in message
     assert "there are kernels for F32, F16, BF16, Q4_0, " in message and "MXFP4; --dtype bfloat16" in message
 
 

@@ -85,7 +85,7 @@ def broken(model: transformers.PreTrainedModel, passes: bool) -> None:
 
 
 def test_what_failed_is_said():
-    for passes, what in ((True, "a pass over two packed texts"), (False, "the model's own forward pass")):
+    for passes, what in ((True, "a pass over two packed sequences"), (False, "the model's own forward pass")):
         model = copy.deepcopy(tiny("llama"))
         broken(model, passes)
         with pytest.raises(UnsupportedModelError, match=rf"{what} fails \(NotImplementedError: no such kernel\)$"):

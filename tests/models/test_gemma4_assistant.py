@@ -189,7 +189,7 @@ def bits(head: Gemma4AssistantHead, cache: FullCache, states: torch.Tensor, toke
 
 def test_a_cache_without_the_target_s_own_keys_is_refused(tmp_path):
     head = Gemma4AssistantHead(gemma4_assistant(tmp_path, gemma4()))
-    with pytest.raises(ValueError, match="a StreamingCache does not hold them"):
+    with pytest.raises(ValueError, match="a StreamingCache lacks some"):
         head.open(StreamingCache(8, 1, 8, None))
 
 

@@ -257,4 +257,4 @@ def test_arrays_in_arrays_without_end_are_refused(damaged):
 
 def test_packages_that_are_not_installed_are_named(exact, monkeypatch):
     monkeypatch.setattr(forerun.models.loading.gguf, "find_spec", lambda package: None)
-    assert "gguf and accelerate to read it with is not installed; install it by: " in refused(exact)
+    assert "which needs gguf and accelerate; install it by: " in refused(exact)

@@ -43,7 +43,7 @@ def test_a_layers_whole_configuration_is_known(kind, tmp_path):
 
 
 UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
-    "a new entry": ({"gate_hidden_states": False}, "gate_hidden_states is False .* no known entry"),
+    "a new entry": ({"gate_hidden_states": False}, "gate_hidden_states is False .* not supported"),
     "quantised weights": ({"quantization_config": {"bits": 4}}, "quantization_config is"),
     "biases of the MLP": ({"mlp_bias": True}, "mlp_bias is True .* only False"),
     "a scale of logits": ({"logit_scale": 0.5}, "logit_scale is 0.5 .* only 1.0"),

@@ -164,7 +164,7 @@ def test_a_target_without_heads_is_refused(tmp_path):
 
 WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no configuration": (lambda f: (f / "config.json").unlink(), "config.json cannot be read"),
-    "another model": (lambda f: (f / "config.json").write_text('{"model_type": "llama"}'), "no known head"),
+    "another model": (lambda f: (f / "config.json").write_text('{"model_type": "llama"}'), "no supported head"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "no .safetensors file"),
     "damaged weights": (lambda f: (f / "model.safetensors").write_bytes(b"nothing"), "cannot be read"),
     "a tensor less": (lambda f: weights(f, lambda w: w.pop("fc.weight")), "lacks the tensor fc.weight"),

@@ -75,7 +75,7 @@ def test_encoders_and_encoder_decoders_are_refused(tmp_path):
     AutoConfig.for_model("bert", num_hidden_layers=1).save_pretrained(tmp_path / "bert")
     T5Config(num_layers=1).save_pretrained(tmp_path / "t5")
     AutoConfig.for_model("vit").save_pretrained(tmp_path / "vit")
-    with pytest.raises(ValueError, match="no decoder: model type 'bert'"):
+    with pytest.raises(ValueError, match="not a decoder: model type 'bert'"):
         load(str(tmp_path / "bert"))
     with pytest.raises(ValueError, match=r"encoder-decoder \(t5\)"):
         load(str(tmp_path / "t5"))

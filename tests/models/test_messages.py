@@ -80,9 +80,9 @@ def test_wrong_messages_are_refused_before_any_work(engine, monkeypatch, prompt,
 
 
 def test_messages_need_a_tokenizer_with_a_template():
-    with pytest.raises(ValueError, match="the prompt is messages and there is no tokenizer"):
+    with pytest.raises(ValueError, match="the prompt is messages, and there is no tokenizer"):
         encode([USER], None)
-    with pytest.raises(ValueError, match="the tokenizer has no chat template; give text instead"):
+    with pytest.raises(ValueError, match="the tokenizer has no chat template; pass text instead"):
         encode([USER], chat_tokenizer(None))
 
 

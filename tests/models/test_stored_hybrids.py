@@ -54,5 +54,5 @@ def test_drafts_change_nothing(tmp_path, architecture):
 def test_what_cannot_be_is_refused(tmp_path):
     file = write(tmp_path / "m.gguf", "lfm2", "F32", **{"attention.causal": False})
     for dtype in ("stored", "float32"):
-        with pytest.raises(ValueError, match="holds no decoder: its attention sees the tokens after each one"):
+        with pytest.raises(ValueError, match="is not a decoder: its attention is not causal"):
             load(str(file), dtype)

@@ -32,6 +32,8 @@ PHRASES = {
     r"\b(texts?|prompts?|prefix(es)?) (that (are|is|was|were) )?read once\b": "prefilled once",
     r"\bhow long the end was seen\b": "the length of the known suffix",
     r"\bput the other way\b|\bas a rule,": "leave it out",
+    r"\bl(ies|ay)\b": "is, is stored", r"\bsettle[sd]?\b": "synchronise, fit", r"\bif need be\b": "if necessary",
+    r"\b(begin|start)s? anew\b": "start again", r"\ba second and core\b": "per second and core",
 }  # fmt: skip
 """What must not come back, and what to say instead; see the field's words in docs/how-it-works.md."""
 OPENING = {r"^The same\b": "say what it does"}

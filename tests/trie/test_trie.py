@@ -754,7 +754,7 @@ def test_what_is_no_trie_file_is_refused(tmp_path, content):
 @pytest.mark.parametrize("learned", [np.zeros(3), np.full(len(logistic_mixer.dump(logistic_mixer.prior())), np.nan)])
 def test_a_well_formed_file_whose_mixer_does_not_fit_is_refused(tmp_path, learned):
     trie_file.write(tmp_path / "trie", {"a": [np.ones(3, np.int64)]}, {"a": learned})
-    refuses(tmp_path / "trie", "have another size, or are not finite")
+    refuses(tmp_path / "trie", "have the wrong size, or are not finite")
 
 
 def test_a_well_formed_file_with_a_negative_token_is_refused(tmp_path):

@@ -1,8 +1,8 @@
 """An audit of losslessness on a user's model: drafting, sampling and batching must change no token.
 
 Each drafter gets four checks. Its greedy output equals that of ``transformers``' ``generate``, and that of Forerun
-without drafts. Its sampled output equals plain sampling with the same seed. Its output in a batch equals that of the
-prompt alone. If passes are bitwise exact (``forerun.models.forward.exactness``), rounding excuses only differences from
+without drafts. Its sampled output equals plain sampling with that seed. Its output in a batch equals that of the prompt
+alone. If passes are bitwise exact (``forerun.models.forward.exactness``), rounding excuses only differences from
 ``transformers``, which sums in another order. Otherwise it can excuse all four (``forerun.audit.divergence``).
 """
 
@@ -35,11 +35,8 @@ Tokens = list[int]
 
 @dataclass(frozen=True)
 class Plan:
-    """What to audit; by default all drafters that the settings can build, with drafts of full length even if they do
-    not pay.
-
-    ``seeds``: sampled outputs per prompt; 0 for none. ``kv_dtype`` is as in ``Engine``.
-    """
+    """What to audit; by default all drafters that the settings can build, with full-length drafts even if they do not
+    pay. ``seeds``: sampled outputs per prompt; 0 for none. ``kv_dtype`` is as in ``Engine``."""
 
     drafters: Sequence[str] = ()
     settings: LongContextConfig = field(default_factory=partial(LongContextConfig, paced=False))
@@ -60,11 +57,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One output compared with its reference, at index ``prompt``.
-
-    With few accepted drafts, it proves little. ``divergence`` is None if the outputs are equal. If ``strict``, rounding
-    is no excuse.
-    """
+    """One output compared with its reference, at index ``prompt``. With few accepted drafts, it proves little.
+    ``divergence`` is None if the outputs are equal. If ``strict``, rounding is no excuse."""
 
     check: Check
     drafter: str
@@ -91,22 +85,22 @@ class Report:
 
     @property
     def divergences(self) -> list[Comparison]:
-        """Return all comparisons whose outputs differ, whatever the reason."""
+        """All comparisons whose outputs differ, for any reason."""
         return [comparison for comparison in self.comparisons if comparison.divergence is not None]
 
     @property
     def failures(self) -> list[Comparison]:
-        """Return comparisons whose outputs differ by more than rounding excuses."""
+        """Comparisons whose outputs differ by more than rounding excuses."""
         return [comparison for comparison in self.comparisons if comparison.failed]
 
     @property
     def undrafted(self) -> list[Comparison]:
-        """Return comparisons without any draft: they prove nothing."""
+        """Comparisons without any draft: they prove nothing."""
         return [comparison for comparison in self.comparisons if not comparison.drafted]
 
     @property
     def never_drafted(self) -> list[str]:
-        """Return the drafters that never drafted."""
+        """The drafters that never drafted."""
         drafted = {comparison.drafter for comparison in self.comparisons if comparison.drafted} | {"none"}
         return list(dict.fromkeys(each.drafter for each in self.comparisons if each.drafter not in drafted))
 
@@ -117,11 +111,8 @@ def audit(
     plan: Plan | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Report:
-    """Compare every drafter's outputs with their references.
-
-    ``progress`` is called with runs done, runs to do, and a description of the current run. Raises ValueError without
-    prompts, or if one is too long for the model.
-    """
+    """Compare every drafter's outputs with their references. ``progress`` is called with runs done, runs to do, and a
+    description of the current run. Raise ValueError without prompts, or if one is too long for the model."""
     plan = plan or Plan()
     if not prompts:
         raise ValueError("there is no prompt to audit with")

@@ -42,7 +42,7 @@ class Divergence:
 
     @property
     def rounding(self) -> bool:
-        """Return whether rounding explains the divergence."""
+        """Whether rounding explains the divergence."""
         return self.margin <= self.allowance and self.error <= self.tolerance
 
 
@@ -64,8 +64,7 @@ def weigh(
     logits: torch.Tensor | None,
     kv_dtype: torch.dtype | None = None,
 ) -> Divergence:
-    """Measure the divergence of ``request`` from ``expected`` at a step with ``logits`` ``[V]``; see the module.
-    ``kv_dtype`` is as in ``Scorer``."""
+    """Measure the divergence of ``request`` from ``expected`` at a step with ``logits`` ``[V]``; see the module."""
     a = expected[position] if position < len(expected) else None
     b = int(request.generated[position]) if position < len(request.generated) else None
     tolerance = rounding_error(model, kv_dtype)

@@ -1,7 +1,7 @@
 """Forerun and ``transformers`` as contestants over one target.
 
-A drafter is *cold* if it knows only the prompt, and *warm* if it has indexed its answers to other prompts of the task,
-as in a server that has run for a while.
+A drafter is *cold* if it has only the prompt, and *warm* if it has indexed its answers to other prompts of the task, as
+in a server that has run for a while.
 """
 
 from __future__ import annotations
@@ -45,26 +45,22 @@ PROMPT_LOOKUP, LOOKUP_TOKENS = "transformers prompt lookup", 10
 ASSISTED = "transformers assisted"
 
 Generate = Callable[[Rows, int, BaseStreamer | None], tuple[list[Tokens], int]]
-"""Returns generated tokens and the number of passes, given rows, a number of new tokens, and a streamer for one row."""
+"""Returns generated tokens and the number of passes, for rows, a number of new tokens, and a streamer for one row."""
 
 Makers = Mapping[str, Callable[[], Contestant]]
-"""Builds each contestant, by name."""
 
 
 class Bench:
     """Contestants over one target; raises ValueError with the name of one that cannot be built.
 
     Args:
-        model: the target, in the dtype to measure.
         drafters: names from ``forerun.decoding.recipes``; each runs cold, tries also warm.
         settings: of the drafters for long contexts; transformers' assisted generation uses the same small model.
         skip: names of contestants to leave out; see ``check_skip``.
-        kv_dtype: see ``Engine``.
     """
 
     recipes: Mapping[str, Recipe] = DRAFTERS
     sampling: Mapping[str, Any] = MappingProxyType({"do_sample": False})
-    """Arguments of ``Engine.generate``."""
 
     def __init__(
         self,
@@ -93,7 +89,7 @@ class Bench:
         return measure(contestants, prompts.task, groups, prompts.max_new_tokens, rounds, journal, prompts.warm_prompts)
 
     def check_skip(self, sets: Sequence[PromptSet]) -> None:
-        """Raise a ValueError if ``skip`` has an unknown contestant, or one that the others are compared with."""
+        """Raise ValueError if ``skip`` has an unknown contestant, or one that the others are compared with."""
         known = dict.fromkeys(name for makers in self._all_makers(sets) for name in makers)
         allowed = [name for name in known if name not in self._kept()]
         if unknown := [name for name in self.skip if name not in allowed]:
@@ -107,7 +103,7 @@ class Bench:
 
     @property
     def refused(self) -> dict[str, str]:
-        """Return contestants that transformers refuses to run with these models, with the reason."""
+        """Contestants that transformers refuses to run with these models, with the reason."""
         if self.model._is_stateful:
             return dict.fromkeys((PROMPT_LOOKUP, ASSISTED), "transformers has neither for models with recurrent layers")
         if isinstance(draft := self.settings.draft_model, PreTrainedModel):
@@ -154,10 +150,8 @@ class Bench:
 
     @cached_property
     def threads_of_transformers(self) -> int:
-        """The thread count at which its plain decoding is fastest.
-
-        All cores can be slower: next to a busy process, each thread waits for the slowest.
-        """
+        """The thread count at which its plain decoding is fastest. All cores can be slower: next to a busy process,
+        each thread waits for the slowest."""
         ids = torch.zeros((1, 8), dtype=torch.long, device=self.model.device)
         options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
         length = {"min_new_tokens": UNTIMED_TOKENS, "max_new_tokens": UNTIMED_TOKENS}
@@ -174,10 +168,8 @@ class Bench:
             torch.set_num_threads(self._threads)
 
     def forerun(self, make: Callable[[Setup], Source], budget: int = BUDGET, pruned: bool = True) -> Contestant:
-        """Return an engine that gets a new drafter, with an index, from ``make`` in each round.
-
-        ``budget`` is the maximum nodes of a draft; ``pruned`` scores only the nodes that pay.
-        """
+        """Return an engine that gets a new drafter, with an index, from ``make`` in each round. ``budget`` is the
+        maximum nodes of a draft; ``pruned`` scores only the nodes that pay."""
 
         def prepare() -> None:
             torch.set_num_threads(self._threads)
@@ -204,7 +196,6 @@ class Bench:
     def generate(
         self, rows: Rows, max_new_tokens: int, streamer: BaseStreamer | None = None
     ) -> tuple[list[Tokens], int]:
-        """Return the engine's output and its number of steps."""
         more = {"max_new_tokens": max_new_tokens, **self.sampling}
         result = self.engine.generate(list(rows), streamer=streamer, **more)
         return result.generated, max(stats.steps for stats in result.stats)

@@ -16,11 +16,8 @@ BUSY = 0.15
 
 @dataclass(frozen=True)
 class Load:
-    """Processor time during a run.
-
-    ``own`` is how many cores this process and its children used; ``others``, the share of all processors' time that
-    other processes used, or None if unknown.
-    """
+    """Processor time during a run: ``own`` is how many cores this process and its children used; ``others``, the share
+    of all processors' time that other processes used, or None if unknown."""
 
     own: float
     others: float | None

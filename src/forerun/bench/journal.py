@@ -1,7 +1,7 @@
 """A journal of measured turns, so that a bench of several hours can be stopped and resumed.
 
-A turn is one round of all contestants over the same rows. It is saved whole or not at all: only runs next to each other
-are comparable.
+A turn is one round of all contestants over the same rows, saved completely or not at all: only adjacent runs are
+comparable.
 """
 
 from __future__ import annotations
@@ -43,10 +43,8 @@ class TurnKey(NamedTuple):
 
 
 def about(model: str, dtype: str, device: str, *code: Path) -> dict[str, Any]:
-    """Return what all turns of a bench share: the machine, the software including its sources, and the model.
-
-    ``code`` has further folders of measured sources.
-    """
+    """Return what all turns of a bench share: the machine, the software including its sources (and further folders,
+    ``code``), and the model."""
     root, place = Path(forerun.__file__).parent, find(model)
     data = [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(root.rglob("*.npy"))]
     digests = [*(sources(folder) for folder in (root, *code)), *data]
@@ -63,11 +61,9 @@ def _short(text: str) -> str:
 
 
 class Journal:
-    """The turns in a file of JSON lines, whose folder is created.
-
-    ``about`` has values that must be equal for turns to be comparable: the model, the machine. ``resume`` keeps the
-    turns of an existing file, and raises ValueError if it is no journal, or about other values.
-    """
+    """The turns in a file of JSON lines, whose folder is created. ``about`` has values that must be equal for turns to
+    be comparable: the model, the machine. ``resume`` keeps the turns of an existing file, and raises ValueError if it
+    is no journal, or about other values."""
 
     def __init__(self, path: Path, about: Mapping[str, Any], resume: bool = False) -> None:
         self._path = path
@@ -105,5 +101,5 @@ class Journal:
             if before.get(name) != about.get(name):
                 raise ValueError(
                     f"{self._path} was measured with {name} {before.get(name)!r} and this is {about.get(name)!r}; "
-                    "give another --out, or leave out --resume to begin anew"
+                    "give another --out, or leave out --resume to start again"
                 )

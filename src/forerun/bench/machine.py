@@ -15,7 +15,6 @@ from typing import Any
 Row = dict[str, Any]
 REPORTED_PACKAGES = ("forerun", "torch", "transformers", "numba", "numpy")
 LEFT_OUT = ("json", "debug", "out")
-"""Settings that do not affect measurements."""
 
 
 def machine() -> Row:
@@ -37,11 +36,11 @@ def machine() -> Row:
 def caption(settings: Row) -> str:
     """Return one line for a plot: the model, its type, the machine and the date."""
     here, model, dtype = machine(), settings.get("model"), settings.get("dtype")
-    said = [Path(model).name if model else None, dtype if dtype != "auto" else None, here["processor"]]
-    said.append(
+    parts = [Path(model).name if model else None, dtype if dtype != "auto" else None, here["processor"]]
+    parts.append(
         here["device"] if here["device"] != "cpu" else f"{here['threads']} thread{'s' * (here['threads'] != 1)}"
     )
-    return ", ".join(each for each in [*said, date.today().isoformat()] if each)
+    return ", ".join(each for each in [*parts, date.today().isoformat()] if each)
 
 
 def _versions() -> dict[str, str]:

@@ -1,11 +1,11 @@
 """Check whether a drafter is ever slower than plain decoding: over batches, contexts, temperatures and kinds of text.
 
-Each cell of the table has several draws: other prompts, another seed. In each, prompts are prefilled once, and every
+Each cell of the table has several runs: other prompts, another seed. In each, prompts are prefilled once, and every
 contestant continues from the same keys and values. So the measured time is decoding plus the drafter's prefill; the
 target's prefill, equal for all, does not dilute a loss. A long prefill lasts minutes, so prompts of tasks and of the
-long text share prefixes, and draws may share prompts.
+long text share prefixes, and runs may share prompts.
 
-A process's first draw of a cell runs once untimed, to warm up. Plain decoding runs before and after every contestant,
+A process's first run of a cell is repeated untimed, to warm up. Plain decoding runs before and after every contestant,
 because a shared machine may be twice as slow for a few seconds. If the two times differ, the contestant and the second
 run are repeated a few times, and the steadiest attempt counts. The remaining difference is the error of a single ratio.
 """
@@ -35,7 +35,7 @@ from forerun.kv.full_cache import SAMPLED_QUERIES, FullCache
 UNDRAFTED = "none"
 STEADY = 1.05
 """Ratio of two runs of plain decoding up to which the run between them was undisturbed. It is below the 7 % that a
-single draw may lose."""
+single run may lose."""
 ATTEMPTS = 4
 """Maximum runs of a contestant until one is steady."""
 TASKS, NOVEL, RANDOM = "tasks", "novel", "random"
@@ -71,10 +71,8 @@ def cells(
 
 @dataclass(frozen=True)
 class Material:
-    """Token material for prompts: whole ``tasks``, a long ``text``, and a ``vocabulary`` to draw from.
-
-    ``texts`` is the number of draws with different prompts; later ones repeat these in turn.
-    """
+    """Token material for prompts: complete ``tasks``, a long ``text``, and a ``vocabulary`` to draw from. ``texts`` is
+    the number of runs with different prompts; later ones repeat these in turn."""
 
     tasks: Sequence[Tokens]
     text: Tokens
@@ -82,19 +80,19 @@ class Material:
     texts: int
 
     def has(self, cell: TableCell) -> bool:
-        """Return whether the text is long enough to give a cell distinct prompts."""
+        """Return whether the text is long enough for distinct prompts of a cell."""
         if cell.kind == RANDOM:
             return True
         return len(self.text) >= cell.context + (cell.batch * self.texts if cell.kind == NOVEL else 0)
 
     def turns(self, alike: Sequence[TableCell], draws: int) -> Iterator[tuple[int, TableCell]]:
-        """Yield all draws of cells of one context and batch; those that share prompts or prefixes are adjacent."""
+        """Yield all runs of cells of one context and batch; those that share prompts or prefixes are adjacent."""
         for text in range(self.texts):
             for _, of_kind in groupby(alike, lambda cell: cell.kind):
                 yield from product(range(text, draws, self.texts), of_kind)
 
     def prompts(self, cell: TableCell, draw: int) -> list[Tokens]:
-        """Return the prompts of a draw, one per row."""
+        """Return the prompts of a run, one per row."""
         make = {TASKS: self._task, NOVEL: self._part, RANDOM: self._random}[cell.kind]
         return [make(cell.context, draw % self.texts * cell.batch + row) for row in range(cell.batch)]
 
@@ -129,8 +127,8 @@ def measure(
     Args:
         engine: its drafter is replaced.
         drafters: builders; the first must never be slower; includes ``UNDRAFTED``.
-        journal: draws in it are not measured again.
-        on_draw: called before each draw with draws done, draws to do, and the cell.
+        journal: runs in it are not measured again.
+        on_draw: called before each run with runs done, runs to do, and the cell.
     """
     names, done = [name for name in drafters if name != UNDRAFTED], 0
     for build in drafters.values():  # so that prefill keeps the queries that sparse caches select by
@@ -162,7 +160,6 @@ class _Prefilled:
     queries: Mapping[int, torch.Tensor]
 
     def rewind(self) -> FullCache:
-        """Return the cache in its state after prefill."""
         self.cache.truncate(len(self.prompt) - 1)
         self.cache.queries = dict(self.queries)
         return self.cache
@@ -206,10 +203,8 @@ def _draw(
     new_tokens: int,
     warm: bool,
 ) -> dict[str, Row]:
-    """Run each contestant on the same prompts between two runs of plain decoding.
-
-    Unless the process is ``warm``, each first runs once untimed.
-    """
+    """Run each contestant on the same prompts between two runs of plain decoding. Unless the process is ``warm``, each
+    first runs once untimed."""
 
     def run(name: str) -> Row:
         engine.set_drafter(drafters[name])
@@ -313,9 +308,9 @@ class SlownessTable(BenchResult):
         mean = geometric_mean([row["median"] for row in self.rows])
         notes = [
             f"`{self.rows[0]['drafter']}`: {mean:.2f}x of plain decoding, the mean of {len(self.rows)} cells. "
-            f"Promised: no median under {LEAST_MEDIAN}, no single draw under {LEAST_SINGLE}, no median under "
+            f"Promised: no median under {LEAST_MEDIAN}, no single run under {LEAST_SINGLE}, no median under "
             f"{LEAST_OF_BEST} of the best other drafter's. {count} cells break it.",
-            f"Plain decoding against itself: {min(noise):.2f} to {max(noise):.2f}; what lies inside of that is noise.",
+            f"Plain decoding against itself: {min(noise):.2f} to {max(noise):.2f}; anything within is noise.",
             *(f"Left out: {cell}: {why}." for cell, why in self.left_out.items()),
         ]
         return "\n".join([*lines, "", *(f"{note}\n" for note in notes), footer(self.settings)])

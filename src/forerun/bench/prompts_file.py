@@ -31,10 +31,8 @@ class TemplateEncoder:
         self.chats = has_template(tokenizer) and not raw
 
     def __call__(self, prompt: Prompt) -> list[int]:
-        """Encode a prompt.
-
-        Raises ValueError for messages without a template or refused by it, and for a prompt without tokens.
-        """
+        """Encode a prompt; raise ValueError for messages without a template or refused by it, and for a prompt without
+        tokens."""
         if self.chats:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             return apply_template(messages, self.tokenizer)
@@ -65,10 +63,8 @@ class PromptLine:
 
 
 def read_prompts_file(file: Path) -> list[PromptLine]:
-    """Read lines of ``{"task": ..., "prompt": ...}`` or ``{"task": ..., "messages": [{role, content}, ...]}``.
-
-    Other keys and blank lines are ignored. Raises ValueError, which lists wrong lines, or says that there is no prompt.
-    """
+    """Read lines of ``{"task": ..., "prompt": ...}`` or ``{"task": ..., "messages": [{role, content}, ...]}``. Other
+    keys and blank lines are ignored. Raise ValueError with the wrong lines, or if there is no prompt."""
     lines: list[PromptLine] = []
     wrong: list[str] = []
     for number, text in enumerate(_lines(file), 1):
@@ -86,11 +82,8 @@ def read_prompts_file(file: Path) -> list[PromptLine]:
 def encode_lines(
     file: Path, lines: Iterable[PromptLine], encoder: TemplateEncoder, positions: int | None, new: int
 ) -> list[list[int]]:
-    """Encode each prompt.
-
-    ``positions`` None means no limit; ``new`` is the number of tokens to generate. Raises ValueError, which lists the
-    lines that the chat template refuses or that are too long.
-    """
+    """Encode each prompt; raise ValueError with the lines that the chat template refuses, or that leave no room in
+    ``positions`` (None for no limit) for ``new`` tokens."""
     encoded: list[list[int]] = []
     wrong: list[str] = []
     for line in lines:
@@ -107,10 +100,8 @@ def encode_lines(
 def prompt_sets(
     lines: Sequence[PromptLine], ids: Sequence[list[int]], prompts: int | None, warm: int, new_tokens: int
 ) -> list[PromptSet]:
-    """Make a prompt set for each task of the file, in its order.
-
-    It has up to ``prompts`` prompts (None for all) and ``warm`` further ones, whose answers warm drafters have indexed.
-    """
+    """Make a prompt set for each task of the file, in its order, of up to ``prompts`` prompts (None for all) and
+    ``warm`` further ones, whose answers warm drafters have indexed."""
     by_task: dict[str, list[list[int]]] = {}
     for line, tokens in zip(lines, ids, strict=True):
         by_task.setdefault(line.task, []).append(tokens)
@@ -121,7 +112,7 @@ def prompt_sets(
 
 
 def check_length(tokens: int, positions: int | None, new: int) -> None:
-    """Raise a ValueError if a prompt leaves no room for the tokens to generate."""
+    """Raise ValueError if a prompt leaves no room for the tokens to generate."""
     if positions is not None and tokens + new > positions:
         raise ValueError(f"{tokens} tokens and {new} new ones are more than the model's {positions} positions")
 
@@ -145,7 +136,7 @@ def _parse(number: int, text: str) -> PromptLine:
     try:
         row = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"is no JSON: {error}") from None
+        raise ValueError(f"is not JSON: {error}") from None
     if not isinstance(row, dict):
         raise ValueError(f"is {_kind(row)}; it must be an object with task, and prompt or messages")
     if "task" not in row:

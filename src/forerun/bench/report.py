@@ -17,16 +17,13 @@ from forerun.bench.machine import Row, caption, footer, machine
 from forerun.bench.rounds import BASELINE, PLAIN, Decode, Series
 
 MEAN = "geometric mean"
-"""The column over all tasks."""
 SURE_ROUNDS = 5
 """With fewer rounds than this, ranks are noise: one disturbed round moves the median."""
 
 
 def summarise(series: Sequence[Series], baseline: str = BASELINE, decode: Decode = str) -> list[Row]:
-    """Make a row per task and contestant, with ratios to the baseline and shares of equal outputs.
-
-    ``decode`` turns tokens into characters, for contestants that return only those.
-    """
+    """Make a row per task and contestant, with ratios to the baseline and shares of equal outputs. ``decode`` turns
+    tokens into characters, for contestants that return only those."""
     by_name = {(one.task, one.contestant): one for one in series}
     return [_row(one, by_name[one.task, baseline], by_name.get((one.task, PLAIN)), decode) for one in series]
 
@@ -194,8 +191,8 @@ def warnings(rows: Sequence[Row]) -> list[str]:
         )
     if any(row["same_output"] < 1 for row in rows):
         notes.append(
-            "Rounding can part texts from those of transformers where two tokens are nearly as good; "
-            "`forerun audit` tells whether it was that."
+            "Rounding can change outputs from those of transformers where two tokens are nearly tied; "
+            "`forerun audit` tells whether rounding explains them."
         )
     return notes
 
@@ -248,7 +245,6 @@ def figure(
         path: a ``.png`` or ``.svg`` file.
         rows, columns: of the axes; the context yields one axis, or an array of them.
         note: what was measured where and when, in small print below; see ``machine.caption``.
-        how: further arguments of ``matplotlib.pyplot.subplots``.
     """
     import matplotlib as mpl
 

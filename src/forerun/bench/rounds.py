@@ -64,7 +64,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Contestant:
-    """A way to continue rows, and its untimed preparation before each round (forget, index)."""
+    """A way to continue rows, and its untimed preparation before each round (clear, index)."""
 
     run: Callable[[Rows, int], Run]
     prepare: Callable[[], None] = lambda: None
@@ -80,18 +80,18 @@ class Series:
 
     @property
     def tokens_per_second(self) -> float:
-        """Return all tokens, divided by the sum of each prompt's median time."""
+        """All tokens, divided by the sum of each prompt's median time."""
         return self._tokens() / sum(median(run.seconds for run in rounds) for rounds in self.runs)
 
     @property
     def spread(self) -> tuple[float, float]:
-        """Return the tokens per second of each prompt's slowest and fastest round."""
+        """Tokens per second of each prompt's slowest and fastest round."""
         slow, fast = (sum(pick(run.seconds for run in rounds) for rounds in self.runs) for pick in (max, min))
         return self._tokens() / slow, self._tokens() / fast
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Return a row's tokens per forward pass of the target, including prefill; None if passes are unknown."""
+        """A row's tokens per forward pass of the target, including prefill; None if passes are unknown."""
         passes = [rounds[0].passes for rounds in self.runs]
         known = [count for count in passes if count is not None]
         if len(known) < len(passes):
@@ -100,18 +100,18 @@ class Series:
 
     @property
     def first_token(self) -> float | None:
-        """Return the mean over prompts of the median seconds until the first token; None if unknown."""
+        """Mean over prompts of the median seconds until the first token; None if unknown."""
         known = [[run.first for run in rounds if run.first is not None] for rounds in self.runs]
         return sum(map(median, known)) / len(known) if all(known) else None
 
     @property
     def cores(self) -> float | None:
-        """Return the mean number of cores used."""
+        """Mean number of cores used."""
         return self._weighted([(run.cores, run.seconds) for rounds in self.runs for run in rounds])
 
     @property
     def others(self) -> float | None:
-        """Return the share of processor time that other processes used."""
+        """Share of processor time that other processes used."""
         return self._weighted([(run.others, run.seconds) for rounds in self.runs for run in rounds])
 
     def _weighted(self, values: Sequence[tuple[float | None, float]]) -> float | None:
@@ -131,7 +131,7 @@ class Series:
 
 
 def sampling(temperature: float, seed: int) -> Row:
-    """Return the engine's arguments for greedy decoding (temperature 0), or sampling from the whole distribution."""
+    """Return the engine's arguments for greedy decoding (temperature 0), or sampling from the full distribution."""
     if temperature == 0:
         return {"do_sample": False}
     return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, "seed": seed}
@@ -162,10 +162,10 @@ def measure(
     journal: Journal | None = None,
     seen: Sequence[Tokens] = (),
 ) -> Iterator[list[Series]]:
-    """Let all contestants continue all groups of rows, and yield all results so far after each round.
+    """Continue all groups of rows with all contestants, and yield all results so far after each round.
 
     Each group is a prompt or a batch of prompts. Rounds in ``journal`` are not measured again; new ones are added.
-    ``seen`` are prompts that warm contestants have answered before. Raises ValueError, which names the contestant that
+    ``seen`` are prompts that warm contestants have answered before. Raise ValueError, which names the contestant that
     raised it.
     """
     series = {name: Series(name, task, [[] for _ in groups]) for name in contestants}

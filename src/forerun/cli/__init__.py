@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def _end(status: int) -> None:
-    """End the process. If its output cannot be written, raise that error: Python reports it, and ends as it does."""
+    """End the process. If its output cannot be written, raise that error, so that Python reports it."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

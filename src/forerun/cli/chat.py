@@ -56,7 +56,7 @@ def run(options: ChatOptions) -> None:
 
 @dataclass
 class Chat:
-    """A conversation's state: options, turns, and the seconds until its engine was ready (``loading``)."""
+    """A conversation's state; ``loading`` is the seconds until its engine was ready."""
 
     options: ChatOptions
     conversation: Conversation
@@ -65,10 +65,8 @@ class Chat:
     turns: list[dict[str, Any]] = field(default_factory=list)
 
     def take(self, line: str) -> None:
-        """Carry out a line: a command, or a message to answer.
-
-        Raises EOFError to leave, and ValueError, shown instead in a terminal, for a message that cannot be answered.
-        """
+        """Run a line: a command, or a message to answer. Raise EOFError to leave, and ValueError, shown instead in a
+        terminal, for a message that cannot be answered."""
         words = line.split()
         if not words:
             return
@@ -103,7 +101,7 @@ class Chat:
             typer.echo("there is no answer yet", err=True)
         else:
             if name != "/help":
-                typer.echo(f"{name} is no command; known are:", err=True)
+                typer.echo(f"{name} is not a command; commands are:", err=True)
             for known, what in COMMANDS.items():
                 typer.echo(f"  {known:8}{what}", err=True)
 

@@ -1,7 +1,5 @@
-"""Make commands from dataclasses of options.
-
-Errors that users cause become one line on stderr and exit status 2; bugs show a traceback.
-"""
+"""Make commands from dataclasses of options. Users' errors become a line on stderr and status 2; bugs show a
+traceback."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ def group(app: typer.Typer, name: str, options: type[Any], module: str) -> typer
 
 
 def _only_below(context: typer.Context) -> bool:
-    """Return whether a subcommand was called; raise a ValueError for options before its name, which it would ignore."""
+    """Return whether a subcommand was called; raise ValueError for options before its name, which it would ignore."""
     if context.invoked_subcommand is None:
         return False
     for name in context.params:
@@ -74,7 +72,7 @@ def _invoker(options: type[Any], module: str, with_context: bool = False) -> Cal
 
 
 def _check_finite(values: Mapping[str, Any]) -> None:
-    """Raise a ValueError for ``nan`` and infinities: range checks miss them."""
+    """Raise ValueError for ``nan`` and infinities: range checks miss them."""
     for name, value in values.items():
         for each in value if isinstance(value, list) else [value]:
             if isinstance(each, float) and not math.isfinite(each):
@@ -83,10 +81,8 @@ def _check_finite(values: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _imports() -> Iterator[None]:
-    """Exclude what is imported within this context from garbage collection: there is none to find.
-
-    This makes imports a quarter faster (torch, transformers and numba: 3.4 instead of 4.5 seconds on a busy processor).
-    """
+    """Exclude what is imported within this context from garbage collection: there is none to find. This makes imports a
+    quarter faster (torch, transformers and numba: 3.4 instead of 4.5 seconds on a busy processor)."""
     gc.disable()
     try:
         yield

@@ -13,7 +13,6 @@ from forerun.models.loading.load import BUNDLED, quiet
 from forerun.trie.compilation import Compilation, compiled_before
 
 BUNDLED_DTYPES = ("float32", "bfloat16")
-"""The types of most models."""
 
 PROMPT_TOKENS = 300
 """More than one block of keys, so that attention over several is compiled."""

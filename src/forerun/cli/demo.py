@@ -1,7 +1,5 @@
-"""``forerun demo``: compare plain decoding and ``auto``, prompt by prompt, by output and time.
-
-It shows two panels, side by side if they fit, and then a summary.
-"""
+"""``forerun demo``: compare plain decoding and ``auto``, prompt by prompt, by output and time, in two panels and a
+summary."""
 
 from __future__ import annotations
 

@@ -117,14 +117,14 @@ def run(options: GenerateOptions) -> None:
 
 
 def _prompt(options: GenerateOptions, text: str, engine: Engine) -> Prompts:
-    """Return the prompt as it is; for a chat model, as messages."""
+    """Return the prompt unchanged; for a chat model, as messages."""
     templated = has_template(engine.tokenizer)
     if not (templated if options.chat is None else options.chat):
         if options.system is not None:
             raise ValueError(f"--system is for chat models, and {options.model} has no chat template")
         return text
     if not templated:
-        raise ValueError(f"{options.model} has no chat template; leave --chat out to continue the prompt as it is")
+        raise ValueError(f"{options.model} has no chat template; leave --chat out to continue the prompt unchanged")
     if options.context is not None:
         raise ValueError("--context would cut the chat template's beginning off; add --raw")
     system = options.system
@@ -147,7 +147,7 @@ def _generate(options: GenerateOptions, engine: Engine, request: Request, loadin
 
 
 def sampling(options: WriterOptions) -> dict[str, Any]:
-    """Return the engine's options; those not given are left to the model's configuration."""
+    """Return the engine's options; the model's configuration supplies those not given."""
     arguments: dict[str, Any] = {
         "max_new_tokens": options.max_new_tokens,
         "namespace": options.namespace,

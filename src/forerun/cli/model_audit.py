@@ -101,7 +101,6 @@ def show(console: Console, report: Report, texts: Sequence[str], tokenizer: PreT
 
 
 def _promise(report: Report) -> str:
-    """Say how exact this model's passes are."""
     if report.exactness.level == "bitwise":
         return "Passes are exact to the bit: but for transformers' own rounding, any difference is a failure."
     return f"Passes are exact up to rounding: {escape(str(report.exactness.reason))}."
@@ -122,7 +121,6 @@ def _table(report: Report) -> Table:
 
 
 def _grouped(comparisons: Sequence[Comparison]) -> list[tuple[tuple[str, str], list[Comparison]]]:
-    """Group comparisons by drafter and check, in the order of the table."""
     keys = product(dict.fromkeys(comparison.drafter for comparison in comparisons), REFERENCES)
     groups = [(key, [each for each in comparisons if (each.drafter, each.check) == key]) for key in keys]
     return [(key, group) for key, group in groups if group]
@@ -194,7 +192,6 @@ def _as_json(
 
 
 def _plan_as_json(options: AuditOptions, plan: Plan) -> dict[str, Any]:
-    """Return the plan as plain values, with a small model's name."""
     name = None if plan.settings.draft_model is None else options.draft_model or BUNDLED_DRAFT
     return asdict(replace(plan, settings=replace(plan.settings, draft_model=name)))
 

@@ -35,10 +35,8 @@ def encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
 
 
 def check_drafters(names: Sequence[str], options: Any, recipes: Mapping[str, Recipe] = DRAFTERS) -> None:
-    """Raise a ValueError, before any work, for a drafter that is unknown or lacks its small model or head.
-
-    ``options`` are of the target, and ``LongOptions`` if there are any.
-    """
+    """Raise ValueError, before any work, for a drafter that is unknown or lacks its small model or head. ``options``
+    are of the target, and ``LongOptions`` if there are any."""
     given = getattr(options, "draft_model", None)
     for name in names:
         check_drafter(name, recipes)
@@ -49,10 +47,8 @@ def check_drafters(names: Sequence[str], options: Any, recipes: Mapping[str, Rec
 
 
 def load_target(options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the target of ``ModelOptions``, or of a server's settings, and its tokenizer, with progress.
-
-    Both are excluded from garbage collection: collecting all of torch and transformers costs 0.25 seconds.
-    """
+    """Load the target of ``ModelOptions``, or of a server's settings, and its tokenizer, with progress. Both are
+    excluded from garbage collection: collecting all of torch and transformers costs 0.25 seconds."""
     with working(stderr(), f"loading {options.model}") as progress:
         loaded = load(
             options.model, options.dtype or "auto", device=options.device, trust_remote_code=options.trust_remote_code,
@@ -78,11 +74,9 @@ def settings(
     tokenizer: PreTrainedTokenizerBase,
     recipes: Mapping[str, Recipe] = DRAFTERS,
 ) -> LongContextConfig:
-    """Make the settings of the named drafters, from ``LongOptions`` if there are any.
-
-    Load the small model, or the trained head that ``--draft-model`` names, if a drafter needs it or if it was named.
-    The bundled target has its own small model.
-    """
+    """Make the settings of the named drafters, from ``LongOptions`` if there are any. Load the small model, or the
+    trained head that ``--draft-model`` names, if a drafter needs it or if it was named. The bundled target has its own
+    small model."""
     make = options.settings if isinstance(options, LongOptions) else LongContextConfig
     name = options.draft_model or (BUNDLED_DRAFT if options.model == BUNDLED else None)
     needed = options.draft_model is not None or any(recipes[each].small for each in drafters if each in recipes)
@@ -99,10 +93,8 @@ def settings(
 
 
 def make_engine(options: Any, memory: Callable[[torch.device], dict[str, Any]] = lambda device: {}) -> Engine:
-    """Make the engine of a command, from ``WriterOptions`` or a server's settings.
-
-    ``memory`` returns the engine's arguments for keys and values, for the target's device.
-    """
+    """Make the engine of a command, from ``WriterOptions`` or a server's settings. ``memory`` returns the engine's
+    arguments for keys and values, for the target's device."""
     model, tokenizer = load_target(options)
     with preparing(f"testing {options.model} and measuring its passes"):
         return Engine(

@@ -38,7 +38,6 @@ ACTIVATIONS_HELP = (
     "Inputs of linear layers with stored weights: int8, which is auto, quantises each token's; float32 is slower."
 )
 BENCH_DRAFTERS = ("auto", "trie", "lookup")
-"""Drafters that ``forerun bench`` measures by default."""
 SIZE_UNITS = (
     {"": 1, "B": 1}
     | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
@@ -182,7 +181,7 @@ class MemoryOptions:
     ] = None
 
     def check_memory(self) -> None:
-        """Raise a ValueError for other limits without ``--kv-memory``, or a missing folder."""
+        """Raise ValueError for other limits without ``--kv-memory``, or a missing folder."""
         names = ("kv_host_memory", "kv_folder", "simulate_bandwidth")
         rest = [name for name in names if getattr(self, name) is not None]
         if rest and self.kv_memory is None:
@@ -361,9 +360,7 @@ OF_SERVERS = frozenset(
         "strict", "out",
     }
 )  # fmt: skip
-"""Options of a server's audit."""
 OF_BOTH = frozenset({"prompt", "prompt_file", "max_new_tokens", "seeds", "temperature", "api_key", "json", "debug"})
-"""Options of both kinds of audit."""
 
 
 @dataclass(frozen=True)
@@ -396,7 +393,7 @@ class NeverSlowerOptions(OutputOptions, LongOptions, ModelOptions):
     """Measure whether a drafter is ever slower than plain decoding, over batches, contexts, temperatures and texts.
 
     Each cell of the table is measured several times, with other prompts and seeds; --texts 1 prefills long prompts
-    once. Exit status 1 if a median is under 0.97, a single draw under 0.93, or a median under 0.95 of the best other
+    once. Exit status 1 if a median is under 0.97, a single run under 0.93, or a median under 0.95 of the best other
     drafter's. Plain decoding runs before and after each drafter; if the two differ, the drafter runs again. Writes
     JSON, Markdown and, with matplotlib, a plot.
     """

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from forerun.engine.engine import Engine
 
 MULTI_RANK_COMMANDS = ("chat", "generate", "serve")
-"""Commands that several processes can run together."""
 
 
 def ranks() -> int:
@@ -25,7 +24,7 @@ def ranks() -> int:
 
 
 def check_shared(command: str | None) -> None:
-    """Raise a ValueError for a command that would run separately in every process."""
+    """Raise ValueError for a command that would run separately in every process."""
     if ranks() > 1 and command not in MULTI_RANK_COMMANDS:
         allowed = ", ".join(MULTI_RANK_COMMANDS)
         raise ValueError(f"{command} runs in one process, and there are {ranks()}; allowed are {allowed}")
@@ -45,10 +44,8 @@ def leading(engine: Engine) -> Iterator[None]:
 
 
 def followed(build: Callable[[], Engine]) -> bool:
-    """On ranks other than 0, follow rank 0 to the end and return True. Rank 0 handles Ctrl-C.
-
-    ``build`` makes this rank's engine, with any drafter.
-    """
+    """On ranks other than 0, follow rank 0 to the end and return True. Rank 0 handles Ctrl-C. ``build`` makes this
+    rank's engine, with any drafter."""
     if ranks() == 1 or os.environ["RANK"] == "0":
         return False
     from forerun.tensor_parallel.channel import LeaderError

@@ -76,7 +76,7 @@ def _fields(text: str | None, flag: str) -> Json:
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{flag} is {text!r}, which is no JSON: {error}") from None
+        raise ValueError(f"{flag} is {text!r}, which is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f'{flag} is {text!r}; it must be an object, such as {{"temperature": 0}}')
     return found

@@ -36,7 +36,6 @@ FILE_WIDTH = 200
 """Columns of tables in a file or a pipe: no cell is cut off."""
 
 DRAFTED = Style(color="green", bold=True)
-"""Style of accepted drafts."""
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -101,10 +100,8 @@ class TextWriter:
 
 @contextmanager
 def working(console: Console, what: str) -> Iterator[Callable[..., None]]:
-    """Show a bar in a terminal while work runs for longer than ``PATIENCE``.
-
-    Yields a function of work done, work to do if known, and what is done now.
-    """
+    """Show a bar in a terminal while work runs for longer than ``PATIENCE``; yield a function of work done, work to do
+    if known, and what is done now."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(BAR), TimeElapsedColumn())
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     task = bar.add_task(what, total=None)

@@ -1,7 +1,7 @@
 """Named tuples of arrays, passed to compiled code by one address.
 
-Numba unpacks a call's arrays one by one, at 0.2 us each. Index, cursor, mixer and workspace have more than forty, which
-cost a fifth of a draft's time.
+Numba unpacks a call's arrays one by one, at 0.2 us each. The trie, its cursor, mixer and workspace have more than
+forty: a fifth of a draft's time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T", bound=NamedTuple)
 INT64 = ir.IntType(64)
 
 _HANDLES: WeakValueDictionary[int, ArrayHandles[Any]] = WeakValueDictionary()
-"""By address, for ``reader`` without numba's compiler."""
+"""By address, for readers that run as Python."""
 
 
 class ArrayHandles(Generic[T]):
@@ -34,11 +34,11 @@ class ArrayHandles(Generic[T]):
         self._address = 0
 
     def __reduce__(self) -> tuple[type[ArrayHandles[T]], tuple[()]]:
-        """Return an empty handle: a copy's arrays have other addresses."""
+        """Return an empty handle: the arrays of a copy have other addresses."""
         return ArrayHandles, ()
 
     def at(self, arrays: T) -> int:
-        """Return the address of the block for these arrays, which it keeps alive until the next call with others."""
+        """Return the block's address; the arrays stay alive until a call with others."""
         if arrays is not self._arrays:
             self._memory = np.array([number for array in _arrays(arrays) for number in _layout(array)], np.int64)
             self._arrays, self._address = arrays, self._memory.ctypes.data

@@ -1,4 +1,4 @@
-"""One row's part of a forward pass: its input, uncached committed tokens and then the draft tree; and its results."""
+"""One row's input to a forward pass, uncached committed tokens and then a draft tree, and its results."""
 
 from __future__ import annotations
 
@@ -13,20 +13,14 @@ from forerun.core.tree import BoolArray, DraftTree, IntArray
 
 
 class Block:
-    """Pending tokens followed by the nodes of a draft tree.
+    """Pending tokens, then the nodes of a draft tree.
 
     Args:
-        pending: committed tokens not cached yet, int64 ``[m]``, at least one: the last committed token, or after a
-            prefill the end of the prompt.
-        tree: the draft after the last pending token.
-        start: tokens in the cache; the position of ``pending[0]``.
-        whole_chunk: whether it is a complete prompt chunk, always one pass; a scorer may sum it in another order
+        pending: committed tokens not cached yet, int64 ``[m]``, at least one.
+        whole_chunk: whether this is a complete prompt chunk, always one pass; a scorer may then sum in another order
             (``Scorer.prompt_chunk``).
-        ids: the tokens ``[m + n]`` on the model's device, if they are not on the CPU yet; ``pending`` is then zeros.
-            For scorers with ``by_tables``.
-
-    Attributes:
-        nodes, count: number of the tree's tokens, and of all.
+        ids: the tokens ``[m + n]`` on the model's device, if not on the CPU yet; ``pending`` is then zeros. For scorers
+            with ``by_tables``.
     """
 
     def __init__(
@@ -69,7 +63,7 @@ class Block:
 
     @cached_property
     def visible(self) -> BoolArray:
-        """Which tokens of the block each token attends to, bool ``[m + n, m + n]``."""
+        """Which tokens of the block each one attends to, bool ``[m + n, m + n]``."""
         m = len(self.pending)
         mask = np.zeros((len(self), len(self)), np.bool_)
         mask[:m, :m] = np.tri(m, dtype=np.bool_)
@@ -81,9 +75,7 @@ class Block:
         """Return an additive mask ``[m + n, len(edge) + m + n]``, or None if every token sees all keys.
 
         Args:
-            window: as in ``AttentionSpec``.
             edge: cache positions that only some tokens of the block see; their keys come before the block's.
-            like: a tensor with the mask's dtype and device.
         """
         key = (window, edge, like.dtype, like.device)
         if key not in self._biases:
@@ -105,10 +97,10 @@ class JoinedBlocks(NamedTuple):
     """The blocks of a pass side by side.
 
     Attributes:
-        cuts: by row, its pending tokens, all its tokens, the index of the first one in the row's memory, and that one's
-            position for the model; int64 ``[rows, >= 4]``, with room for what is computed of a row.
-        tokens: of all rows, int64 ``[n]``.
-        parents: of all trees' nodes, int64; indices within each tree.
+        cuts: for each row, the number of its pending tokens and of all its tokens, the index of the first in the row's
+            memory, and its position for the model; int64 ``[rows, >= 4]``. Further columns are for values computed
+            later.
+        parents: int64; indices within each tree.
     """
 
     cuts: IntArray
@@ -119,7 +111,7 @@ class JoinedBlocks(NamedTuple):
     def of(
         cls, blocks: Sequence[Block], columns: int, places: Sequence[int] | None, positions: Sequence[int] | None
     ) -> JoinedBlocks:
-        """Join blocks; ``places`` are the blocks' starts by default, and ``positions`` the places."""
+        """Join blocks. ``places`` default to the blocks' starts, and ``positions`` to the places."""
         tokens, parents, cuts = list[IntArray](), list[IntArray](), np.empty((len(blocks), columns), np.int64)
         for row, block in enumerate(blocks):
             place = block.start if places is None else places[row]
@@ -133,10 +125,10 @@ class RowScores(NamedTuple):
     """A row's results of a forward pass.
 
     Attributes:
-        logits: after its last pending token (row 0) and at its tree's node i (row i + 1), ``[len(tree) + 1, V]``.
-        states: hidden states of all its block's tokens, if requested, layers side by side, ``[len(block), layers *
-            hidden]``.
-        best: the best token of each row of logits, int64 ``[len(tree) + 1]``, if the pass found it itself.
+        logits: after the last pending token (row 0) and at node i (row i + 1), ``[len(tree) + 1, V]``.
+        states: hidden states of all tokens of the block, layers side by side, ``[len(block), layers * hidden]``, if
+            requested.
+        best: the best token of each row of logits, int64 ``[len(tree) + 1]``, if the pass computed it.
     """
 
     logits: torch.Tensor

@@ -1,7 +1,7 @@
 """Calls between compiled functions by symbol, so that a large function is compiled once.
 
-numba copies a function's code into every caller and optimises it again. That speeds up small functions, but large
-nested ones grow many times over. So callers only declare a large function, under a name that is equal in all processes.
+numba copies a function's code into every caller and optimises it again. That speeds up small functions, but nested
+large ones grow many times over. So callers only declare a large function, under a name that is equal in all processes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ LARGE = 200
 """LLVM instructions from which a function is called rather than inlined."""
 
 code_of = operator.attrgetter("library")
-"""The machine code of numba's compile result: the function and everything inlined."""
 
 
 class Symbol(NamedTuple):
-    """A compiled function with a signature: its name in machine code, where Python finds it, and its arguments'
-    types."""
+    """A compiled function with a signature: its name in machine code, where Python finds it, and its argument types."""
 
     name: str
     module: str
@@ -33,18 +31,18 @@ class Symbol(NamedTuple):
 
 
 _loaded: dict[str, Symbol] = {}
-"""By name, the symbols whose machine code this process has loaded."""
+"""Symbols whose machine code this process has loaded, by name."""
 
 
 def called_apart(result: Any) -> bool:
-    """Whether callers never inline the function of numba's compile result."""
+    """Return whether callers never inline the function of a numba compile result."""
     if "apart" not in result.metadata:
         result.metadata["apart"] = _is_for_python(result) or (_can_be_found(result) and _size(result) >= LARGE)
     return bool(result.metadata["apart"])
 
 
 def call_if_large(result: Any, target_context: Any) -> None:
-    """Let later callers call this function instead of inlining it, if it is large."""
+    """Let later callers call this function, if it is large, instead of inlining it."""
     if not called_apart(result):
         return
     symbol, described = _symbol_of(result), copy.copy(result.fndesc)

@@ -1,4 +1,4 @@
-"""Type checks of arguments. Errors name the field, its value and what is allowed."""
+"""Type checks of arguments. Errors name the field, the value and what is allowed."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from typing import Any
 
 
 def check_integer(name: str, value: Any, least: int | None = None, *, optional: bool = False) -> None:
-    """Raise TypeError for what is not an integer, ValueError for one below ``least``; None is allowed if
-    ``optional``."""
+    """Raise TypeError unless the value is an integer, and ValueError if it is below ``least``."""
     _check_kind(name, value, Integral, "an integer", optional)
     if least is not None and value is not None and value < least:
         raise ValueError(f"{name} is {value}; it must be at least {least}")
 
 
 def check_number(name: str, value: Any, *, optional: bool = False) -> None:
-    """Raise TypeError for what is not a real number; None is allowed if ``optional``."""
+    """Raise TypeError unless the value is a real number."""
     _check_kind(name, value, Real, "a number", optional)
 
 
 def check_text(name: str, value: Any, *, optional: bool = False) -> None:
-    """Raise TypeError for what is not a string; None is allowed if ``optional``."""
+    """Raise TypeError unless the value is a string."""
     _check_kind(name, value, str, "a text", optional)
 
 

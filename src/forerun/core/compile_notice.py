@@ -1,4 +1,4 @@
-"""Logs that kernels are being compiled: about a minute of silence in the first command on a machine."""
+"""Logs that kernels are being compiled, which is otherwise a silent minute in the first command on a machine."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from numba.core import event
 
 log = logging.getLogger(__name__)
 
-UNTOLD_SECONDS = 2.0
-"""Seconds of compiling before the notice; a few functions for new types are not worth a line."""
+NOTICE_SECONDS = 2.0
+"""Seconds of compiling before the notice: a few functions for new types do not need one."""
 MESSAGE = "compiling kernels, once, about a minute"
 
 
 class CompileNotice(event.Listener):  # type: ignore[misc]  # numba has no types
-    """Counts the compiled functions of this package, passing the number to ``on_function`` after each, and logs one
-    line if that runs for long."""
+    """Counts compiled functions of this package for ``on_function``, and logs one line if compiling lasts."""
 
     def __init__(self) -> None:
         self.functions = 0
         self.on_function: Callable[[int], None] = lambda functions: None
         self._began: float | None = None
-        self._told = False
+        self._logged = False
 
     def on_start(self, happened: Any) -> None:
         if _is_ours(happened) and self._began is None:
@@ -37,14 +36,14 @@ class CompileNotice(event.Listener):  # type: ignore[misc]  # numba has no types
             return
         self.functions += 1
         self.on_function(self.functions)
-        if not self._told and time.monotonic() - self._began > UNTOLD_SECONDS:
-            self._told = True
+        if not self._logged and time.monotonic() - self._began > NOTICE_SECONDS:
+            self._logged = True
             log.warning(MESSAGE)
 
 
 @functools.cache
 def compile_notice() -> CompileNotice:
-    """Return this process's listener, registered by the first call."""
+    """Return this process's listener, registered on the first call."""
     notice = CompileNotice()
     event.register("numba:compile", notice)
     return notice
@@ -52,7 +51,7 @@ def compile_notice() -> CompileNotice:
 
 @contextmanager
 def counted_functions(on_function: Callable[[int], None]) -> Iterator[None]:
-    """Call ``on_function`` after each function compiled in this context, with the number so far."""
+    """Call ``on_function`` with the number of functions so far, after each one that this context compiles."""
     notice = compile_notice()
     before, notice.on_function = notice.on_function, on_function
     try:

@@ -1,4 +1,4 @@
-"""Background processes that compile code for later."""
+"""Background processes that compile code for later runs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import subprocess
 import sys
 
 NICENESS = 5
-"""Of the processes, so that the model's passes come first."""
+"""Priority of these processes: the model's passes come first."""
 
 
 def start(module: str, *arguments: str) -> subprocess.Popen[bytes]:
-    """Run a module of this package in a process that outlives this one, so that the next one finds more code."""
+    """Run a module of this package in a process that outlives this one, so that later processes find more code."""
     command = [sys.executable, "-P", "-m", module, *arguments]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     nowhere = subprocess.DEVNULL

@@ -2,7 +2,7 @@
 
 A compiled function contains its small callees, constants and array layouts, which come from other files and folders;
 large functions are compiled once and called (``called_code``). numba only checks the function's own file, and stale
-code over a new layout crashes or never ends. So cached code is stamped with a digest of whole folders (``stamp_of``):
+code over a new layout crashes or never ends. So cached code is stamped with a digest of entire folders (``stamp_of``);
 tracking each name to its file would be finer, and easier to get wrong.
 """
 
@@ -29,7 +29,6 @@ from forerun.core.kept_code import KeptCode
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 COMPILES = not numba.config.DISABLE_JIT
-"""Whether this process compiles anything."""
 PACKAGE = Path(__file__).parents[1]
 
 
@@ -46,12 +45,12 @@ def compiled(function: Function, nogil: bool = False) -> Function:
 
 
 def can_be_kept(function: Callable[..., Any]) -> bool:
-    """Whether a compiled function's machine code has a folder to be cached in."""
+    """Return whether a compiled function's machine code has a folder to be cached in."""
     return isinstance(cast(Any, function)._cache, KeptCode)
 
 
 def is_kept(function: Callable[..., Any]) -> bool:
-    """Whether machine code for this processor is cached, for any argument types."""
+    """Return whether machine code for this processor is cached, for any argument types."""
     kept = cast(Any, function)._cache
     return isinstance(kept, KeptCode) and kept.holds_any(cast(Any, function).targetctx)
 
@@ -68,8 +67,8 @@ class _Dispatcher(CPUDispatcher):  # type: ignore[misc]  # numba has no types
 
 
 class _Compiled(_Dispatcher):
-    """A compiled function. Compiled callers inline or call ``inner``, which lacks the Python wrapper: a third of the
-    compile time."""
+    """A function that Python calls. Compiled callers use ``inner``, without Python's wrapper: a third of compile
+    time."""
 
     @functools.cached_property
     def inner(self) -> Any:
@@ -82,8 +81,7 @@ class _Compiled(_Dispatcher):
 
 
 class _Inner(_Dispatcher):
-    """A function for compiled callers: compiled once for all integers, literal or not, and called rather than inlined
-    if large."""
+    """A function for compiled callers: compiled once for all integers, and called, not inlined, if large."""
 
     def get_call_template(self, args: Any, kws: Any) -> Any:
         return super().get_call_template(tuple(map(_widened, args)), {name: _widened(kws[name]) for name in kws})
@@ -99,7 +97,7 @@ def _widened(kind: Any) -> Any:
 
 
 def _dispatcher(kind: type[Any], function: Callable[..., Any], suffix: str = "", **options: bool) -> Any:
-    """Return numba's dispatcher for a function, with ``suffix`` in the names of its cache files."""
+    """Return numba's dispatcher; ``suffix`` goes into the names of its cache files."""
     dispatcher = kind(function, targetoptions={"nopython": True, "_nrt": False, "error_model": "numpy", **options})
     package, _, module = function.__module__.partition(".")
     if package == PACKAGE.name:
@@ -113,11 +111,11 @@ def stamp_of(package: Path, part: str) -> str:
     """Return a digest of everything that machine code of one part of a package may contain.
 
     A part is a folder or module directly in the package. Its code comes from its own files and the parts it imports,
-    transitively. Importing the package itself counts as importing every part. Not covered: a function of a higher part
-    in the closure of a compiled one, which no part may pass down.
+    transitively. Importing the package itself counts as importing every part. A function of a higher part in the
+    closure of a compiled one is not covered, and forbidden.
 
-    Versions of the code-generating libraries are included, except those of numba and Python, and the processor, which
-    numba checks itself.
+    Versions of code-generating libraries are included, except numba's and Python's, which numba checks itself, as it
+    does the processor.
     """
     own = re.compile(rf"^\s*(?:from|import)\s+{re.escape(package.name)}\b(?:\.(\w+))?", re.MULTILINE)
     every = {path.stem for path in package.iterdir() if path.is_dir() or path.suffix == ".py"} - {"__pycache__"}
@@ -134,8 +132,7 @@ def stamp_of(package: Path, part: str) -> str:
 
 @functools.cache
 def sources(path: Path) -> str:
-    """Return a digest of a Python file, or of all Python files below a folder; raise ValueError if there are none,
-    because they were moved."""
+    """Return a digest of a Python file, or of all in a folder; raise ValueError if there are none."""
     files = _files(path)
     if not files:
         raise ValueError(f"{path} has no Python files")

@@ -1,6 +1,6 @@
 """The cores that this process may use, by its affinity and its control group's quota (``docker --cpus``).
 
-Threads beyond a quota spin until the kernel stops all of them for the rest of a period.
+Threads beyond a quota spin until the kernel stops them all for the rest of a period.
 """
 
 from __future__ import annotations
@@ -12,17 +12,15 @@ from pathlib import Path, PurePosixPath
 MOUNT = Path("/sys/fs/cgroup")
 
 GROUPS = Path("/proc/self/cgroup")
-"""Lists this process's control groups."""
 
 
 def usable_cores(mount: Path = MOUNT, groups: Path = GROUPS) -> int:
-    """Return the number of whole cores that this process may use at once, at least 1."""
+    """Return how many cores this process may fully use, at least 1."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min([affinity, *(int(quota) for quota in _quotas(mount, groups))]))
 
 
 def _quotas(mount: Path, groups: Path) -> Iterator[float]:
-    """Yield the quotas, in cores, of this process's groups and their parents."""
     for line in _text(groups).splitlines():
         _, controllers, name = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):

@@ -22,10 +22,9 @@ ResultT = TypeVar("ResultT")
 class FairLock:
     """A lock that serves threads in order of arrival, used as ``with lock:``; not reentrant.
 
-    An ordinary lock mostly returns to the thread that just released it, and the others starve.
-
-    Ctrl-C may come at any instruction, even before a release. So a thread that acquires the lock while holding it
-    counts as interrupted. Code that the garbage collector may run at any instruction goes through ``when_free``.
+    An ordinary lock mostly returns to the thread that just released it, and the others starve. Ctrl-C may arrive at any
+    instruction, even before a release. So a thread that acquires the lock while holding it counts as interrupted. Code
+    that the garbage collector may run at any instruction uses ``when_free``.
     """
 
     def __init__(self) -> None:
@@ -38,7 +37,7 @@ class FairLock:
         me = threading.get_ident()
         if me in self._queue:
             self._leave(me)
-        self._queue.append(me)  # atomic: whoever finds the queue empty holds the lock
+        self._queue.append(me)  # atomic: who finds the queue empty holds the lock
         if self._queue[0] != me:
             try:
                 with self._changed:
@@ -67,7 +66,7 @@ class FairLock:
                 log.exception("a job deferred until a lock was free failed")
 
     def when_free(self, job: Callable[[], None]) -> None:
-        """Run a job that takes the lock: now, or after the current holder if the job interrupts it."""
+        """Run a job that needs the lock: now, or after the current holder if the job interrupts it."""
         frame: FrameType | None = sys._getframe()
         while frame is not None and frame is not self._inside and not self._enters(frame):
             frame = frame.f_back
@@ -92,7 +91,7 @@ class FairLock:
 
 
 class FairExecutor:
-    """Runs the jobs of up to ``threads`` owners at a time: each owner's jobs one after the other, owners in turn."""
+    """Runs jobs of up to ``threads`` owners at once: each owner's jobs in order, owners in turn."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(threads, name)
@@ -125,7 +124,7 @@ class FairExecutor:
 
 
 def locked(method: Method) -> Method:
-    """Serialise the marked methods of an object by its ``lock``."""
+    """Serialise calls of a method by its object's ``lock``."""
 
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -136,13 +135,13 @@ def locked(method: Method) -> Method:
 
 
 def owner_of(namespace: str) -> str:
-    """Return the owner of a namespace that a server named ``tenant/name``. All other names share one owner."""
+    """Return the owner of a namespace that a server named ``tenant/name``; other names share one owner."""
     return namespace.partition("/")[0] if "/" in namespace else ""
 
 
 def eviction(entries: Sequence[tuple[KeyT | None, str, int]]) -> KeyT | None:
-    """Return the key to evict: the oldest of the largest owner, so that no owner evicts another's; None if all must
-    stay. Entries are keys (None if they must stay), owners and sizes, least recently used first."""
+    """Return the oldest key of the largest owner; None if all must stay. ``entries``: keys (None to stay), owners,
+    sizes."""
     sizes: Counter[str] = Counter()
     for _, owner, size in entries:
         sizes[owner] += size

@@ -11,8 +11,8 @@ from urllib.parse import unquote, urlsplit
 
 
 def install_command(extras: str) -> str:
-    """Return the ``pip install`` of further extras (``"serve"``, ``"serve,bench"``) from the place that Forerun was
-    installed from. pip records it in ``direct_url.json`` (PEP 610). Without that, Forerun is a checkout on the path."""
+    """Return the ``pip install`` of extras (``"serve,bench"``) from where Forerun was installed: the URL that pip
+    recorded (PEP 610), else the checkout on the path."""
     try:
         written = metadata.distribution("forerun").read_text("direct_url.json")
     except metadata.PackageNotFoundError:

@@ -1,6 +1,6 @@
-"""Counts the parts of a JSON text before parsing: the objects may need a hundred times its memory.
+"""Counts the parts of JSON before parsing, without the GIL: parsed objects may need a hundred times its memory.
 
-One pass of compiled code without the GIL. Invalid JSON is left to the parser.
+Invalid JSON is left to the parser.
 """
 
 from __future__ import annotations

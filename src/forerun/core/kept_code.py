@@ -1,4 +1,4 @@
-"""Cache files with the machine code of compiled functions.
+"""Cache files with machine code of compiled functions.
 
 Code may call other functions by symbol (``called_code``); a file lists the symbols to load first.
 """
@@ -25,10 +25,8 @@ NO_CODE = llvm.parse_assembly("").as_bitcode()
 
 
 class _Packing(CompileResultCacheImpl):  # type: ignore[misc]  # numba has no types
-    """The cached form of a compiled function."""
-
     def reduce(self, result: Any) -> Any:
-        """Add needed symbols to numba's form, and drop LLVM code that no caller inlines."""
+        """Add the symbols it needs to numba's form, and drop LLVM code that no caller inlines."""
         (name, kind, (code, shared)), *rest = result._reduce()
         module, apart = code_of(result)._final_module, called_apart(result)
         shared = NO_CODE if apart else shared
@@ -45,10 +43,8 @@ class _Packing(CompileResultCacheImpl):  # type: ignore[misc]  # numba has no ty
 
 
 class KeptCode(FunctionCache):  # type: ignore[misc]  # numba has no types
-    """The machine code of one function, by signature; raises RuntimeError if no folder is writable.
-
-    ``suffix`` is that of the file names. Code with another ``stamp`` of the function's sources is removed.
-    """
+    """The machine code of one function, by signature; raises RuntimeError if no folder is writable. Code with another
+    ``stamp`` of the function's sources is removed."""
 
     _impl_class = _Packing
 
@@ -62,14 +58,14 @@ class KeptCode(FunctionCache):  # type: ignore[misc]  # numba has no types
 
     @contextmanager
     def alone(self, sig: Any, target_context: Any) -> Iterator[None]:
-        """Lock this signature against compilation in other processes, which wait and then find the code."""
+        """Lock this signature: other processes that would compile it wait, and then find the code."""
         target_context.refresh()
         with self._cache_file.alone(self._index_key(sig, target_context.codegen())):
             yield
 
 
 class MachineCodeFile(IndexDataCacheFile):  # type: ignore[misc]  # numba has no types
-    """The file in which numba caches a function's machine code, named by signature and by the stamp of its sources.
+    """numba's cache file of a function's machine code, named by signature and by the stamp of its sources.
 
     numba numbers signatures in an index file. Two processes that compile at once give one number to different code, and
     one then runs the code of another signature. An index that names a renamed class cannot be read at all.
@@ -80,7 +76,7 @@ class MachineCodeFile(IndexDataCacheFile):  # type: ignore[misc]  # numba has no
         self._folder, self._name = Path(folder), name
 
     def save(self, key: Any, data: Any) -> None:
-        """Cache code; its file is complete before the index names it."""
+        """Cache code; the file is complete before the index names it."""
         known: dict[Any, str] = self._load_index()
         if not known:
             self._remove()
@@ -122,7 +118,7 @@ class MachineCodeFile(IndexDataCacheFile):  # type: ignore[misc]  # numba has no
         return self._load_index().keys()
 
     def load(self, key: Any) -> Any:
-        """Return cached code; None if it is missing or damaged, to compile it again."""
+        """Return cached code; None if it is missing or damaged, and so compiled again."""
         try:
             return super().load(key)
         except Exception:  # damaged files raise errors of many types
@@ -135,7 +131,6 @@ class MachineCodeFile(IndexDataCacheFile):  # type: ignore[misc]  # numba has no
             return {}
 
     def _remove(self) -> None:
-        """Remove files that the index no longer names; a process that misses one compiles."""
         for file in self._folder.glob(f"{self._name}.*.nbc"):
             with suppress(OSError):
                 file.unlink()

@@ -1,4 +1,4 @@
-"""Settings of the drafters for long contexts: plain values, so that a command line can show them without torch."""
+"""Settings of the drafters for long contexts: plain values, which the command line can show without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Policy = Literal["stride", "acceptance", "verify"]
 Sparse = Literal["low-rank", "retrieval"]
 
 MTP = "mtp"
-"""The ``draft_model`` that selects the trained heads in the target's own files."""
+"""The ``draft_model`` that selects trained heads in the target's own files."""
 
 
 @dataclass(frozen=True)
@@ -19,18 +19,17 @@ class LongContextConfig:
     """Parameters of ``auto``, TriForce and its baselines; other drafters ignore them.
 
     Attributes:
-        draft_model: the small model, a transformers decoder, for ``triforce``, ``triforce-auto`` and ``streaming``. Or,
-            for ``head`` and ``auto``, the folder of a trained head (``models/heads/loading.py``), or ``mtp`` for those
-            in the target's files.
-        gamma1: tokens that the small model drafts at a time.
-        gamma2: maximum tokens that the target verifies at a time.
+        draft_model: the small model, a transformers decoder, for ``triforce``, ``triforce-auto`` and ``streaming``. For
+            ``head`` and ``auto``: the folder of a trained head (``models/heads/loading.py``), or ``mtp`` for those in
+            the target's files.
+        gamma1: draft length of the small model, in tokens.
+        gamma2: maximum draft length that the target verifies, in tokens.
         cache_budget: tokens in a sparse cache of the target, per layer and KV head. For the low-rank cache: maximum
             tokens that a query sees.
-        chunk: tokens per chunk of the retrieval cache.
-        refresh: when the retrieval cache chooses its chunks again; see ``RetrievalConfig``.
+        refresh: when the retrieval cache selects its chunks again; see ``RetrievalConfig``.
         paced: set the draft length by measured time, down to none where drafts do not pay. If false, it is always
             ``gamma2``.
-        sinks, window: first and last tokens in a streaming cache. ``window`` is the small model's; the target's
+        sinks, window: first and last tokens in a streaming cache. ``window`` is for the small model; the target's
             streaming cache fills ``cache_budget``.
         sparse: the target's sparse cache in ``auto`` and the ``triforce`` drafters. ``low-rank``: each query selects
             its own chunks (``LowRankCache``). ``retrieval``: chunks are selected in advance for the next queries, as in
@@ -61,12 +60,10 @@ class LongContextConfig:
         if self.sparse not in (None, "low-rank", "retrieval"):
             raise ValueError(f"sparse is {self.sparse!r}; allowed are 'low-rank' and 'retrieval'")
         if self.cache_budget < self.chunk:
-            raise ValueError(
-                f"cache_budget is {self.cache_budget}; it must hold a chunk, {self.chunk} tokens, at least"
-            )
+            raise ValueError(f"cache_budget is {self.cache_budget}; it must be at least one chunk, {self.chunk} tokens")
 
 
 def check_settings(settings: object) -> None:
-    """Refuse settings of another class, such as a dictionary, with a TypeError."""
+    """Raise TypeError for settings of another class, such as a dictionary."""
     if settings is not None and not isinstance(settings, LongContextConfig):
         raise TypeError(f"settings is {settings!r}; it must be a forerun.LongContextConfig or None")

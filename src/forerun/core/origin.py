@@ -1,4 +1,4 @@
-"""Where a token comes from."""
+"""Which source drafted a token."""
 
 from __future__ import annotations
 
@@ -6,26 +6,23 @@ from enum import IntEnum
 
 
 class Origin(IntEnum):
-    """The source of a token, stored in trees as int8. For information only; it decides nothing."""
+    """The source of a token, stored in trees as int8. It informs, and never decides."""
 
     TARGET = 0
-    """Not drafted: chosen by the target."""
+    """Chosen by the target, not drafted."""
     TEXT = 1
     """Found in the request's prompt or output."""
     EARLIER = 2
-    """Found in earlier outputs of the request's namespace."""
     MODEL = 3
-    """Drafted by a small model."""
     SELF = 4
     """Drafted by the target over a sparse cache."""
     DRAFTER = 5
-    """Drafted by a source that does not say how."""
+    """Drafted by a source of unknown kind."""
     FORCED = 6
     """The only token that a grammar allows."""
     RECYCLED = 7
     """Among the target's top logits when the same tokens came before."""
     HEAD = 8
-    """Drafted by a trained head."""
 
     @property
     def word(self) -> str:

@@ -1,4 +1,4 @@
-"""Pinned host memory, and small tensors copied to a device without waiting."""
+"""Pinned host memory, and asynchronous copies of small tensors to a device."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from functools import cache
 import torch
 
 EXACT_FROM_MB = 64
-"""Above this size, pinned memory is allocated exactly and freed at once. Torch rounds smaller sizes up to powers of
+"""Above this size, pinned memory is allocated exactly and freed at once; torch rounds smaller sizes up to powers of
 two, and caches them."""
 REGISTERING_THREADS = 8
-"""Threads that touch pages of pinned memory before they are locked, torch's maximum being 128: one thread needs about a
-second per GiB."""
+"""Threads that touch pages before they are locked, at most 128 in torch: one thread needs about a second per GiB."""
 
 
-def brought(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Copy a CPU tensor to a device without waiting. Without pinned memory, a copy would wait for all earlier work of
-    the device."""
+def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Copy a CPU tensor to a device through pinned memory: other copies wait for all earlier work of the device."""
     if torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -29,14 +27,14 @@ def pinned(size: int) -> torch.Tensor:
 
 
 def pinned_size(size: int) -> int:
-    """Return the bytes that pinned memory of ``size`` bytes really occupies."""
+    """Return the bytes that pinned memory of ``size`` bytes occupies."""
     exact = _set_up() and size > EXACT_FROM_MB << 20
     return size if exact or not size else 1 << (size - 1).bit_length()
 
 
 @cache
 def _set_up() -> bool:
-    """Let torch pin large memory exactly and by several threads. Returns whether it can."""
+    """Let torch pin large memory exactly and by several threads; return whether it can."""
     settings = {
         "pinned_max_round_threshold_mb": EXACT_FROM_MB, "pinned_max_cached_size_mb": EXACT_FROM_MB,
         "pinned_use_cuda_host_register": True, "pinned_num_register_threads": REGISTERING_THREADS,

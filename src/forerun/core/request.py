@@ -1,4 +1,4 @@
-"""One row of a batch: its tokens, how it chooses the next one, and when it ends."""
+"""One row of a batch: its tokens, how the next one is chosen, and when it ends."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _ids = itertools.count()
 @dataclass(frozen=True)
 class Logprob:
     """A token's log-probability under the model's own distribution: before temperature, cuts, penalties and grammars.
-    Rows of logits are normalised in float64, so equal logits give equal bits whatever shared the pass.
+
+    Logits are normalised in float64, so equal logits give equal bits whatever shared the pass.
 
     Attributes:
-        logprob: natural logarithm.
         top: the likeliest tokens at its position with their log-probabilities, likeliest first; ties by lower id.
     """
 
@@ -40,8 +40,8 @@ class Logprob:
 
 @dataclass(frozen=True)
 class PrefixBreak:
-    """Where a prompt diverges from the cached one with the longest common prefix, of ``position`` tokens; ``kept`` and
-    ``given`` are the next tokens of the cached prompt and of this one."""
+    """Where a prompt diverges from the cached one with the longest common prefix, ``position`` tokens long; then the
+    cached prompt has ``kept``, and this one ``given``."""
 
     position: int
     kept: IntArray
@@ -49,13 +49,11 @@ class PrefixBreak:
 
 
 class Request:
-    """A prompt being continued. Rows of a batch share only the forward pass.
+    """A prompt and its continuation. Rows of a batch share only the forward pass.
 
     Args:
         prompt: token ids, at least one.
-        max_new_tokens: maximum number of tokens to generate, at least one.
         eos_token_ids: end the sequence, and are part of it.
-        sampler: how tokens are chosen.
         stopping: called with the ids ``[1, t]`` after every token; true ends the sequence.
         namespace: requests draft only from earlier outputs of their namespace.
         drafts_from: another namespace to draft from and add the output to, where users agreed to share outputs;
@@ -102,15 +100,14 @@ class Request:
         self.budget = budget
         self.prediction = np.array(prediction, np.int64)
         self.cached_tokens = 0
-        """Prompt tokens whose prefill was reused from another request."""
+        """Prompt tokens whose prefill was reused."""
         self.turns: Sequence[int] = ()
-        """Positions in the prompt where messages or their parts start: where later prompts are likely to diverge."""
+        """Positions where messages or their parts start, and later prompts are likely to diverge."""
         self.wants_prefix_break = False
         """Whether to report ``prefix_break``."""
         self.prefix_break: PrefixBreak | None = None
         self.finish_reason: FinishReason | None = None
         self.error: Exception | None = None
-        """The error that ended the request, if any."""
         self.stats = Stats()
         self.top_logprobs = top_logprobs
         self.logprobs: list[Logprob] = []
@@ -122,7 +119,6 @@ class Request:
         self._ids = torch.from_numpy(self._buffer)
 
     def __len__(self) -> int:
-        """Return the number of tokens so far, including the prompt."""
         return self._end - self._padding
 
     @property
@@ -137,17 +133,16 @@ class Request:
 
     @property
     def generated(self) -> IntArray:
-        """The generated tokens, int64; a view."""
         return self.tokens[self.prompt_length :]
 
     @property
     def remaining(self) -> int:
-        """Tokens that may still be generated."""
+        """Number of tokens that may still be generated."""
         return self.max_new_tokens - (len(self) - self.prompt_length)
 
     @property
     def max_draft_depth(self) -> int:
-        """The deepest node that fits in what remains; a step always adds one token after the accepted drafts."""
+        """Depth of the deepest node that fits: a step adds one token after the accepted drafts."""
         return self.remaining - 1
 
     @property
@@ -165,27 +160,26 @@ class Request:
         return self.sampler.choose(self.scores(logits), len(self))
 
     def scores(self, logits: torch.Tensor, after: Sequence[int] = ()) -> torch.Tensor:
-        """Return processed scores ``[V]`` for the token after the sequence and the tokens ``after``."""
+        """Return processed scores ``[V]`` for the token after the sequence and ``after``."""
         end = self._end + len(after)
         self._buffer[self._end : end] = after
         return self.sampler.scores(self._ids[:end], logits)
 
     @property
     def drafts(self) -> bool:
-        """Whether anything is drafted for the request."""
+        """Whether the request has drafts."""
         return self.budget != 0
 
     def allowed(self, budget: int) -> int:
         return budget if self.budget is None else min(budget, self.budget)
 
     def forced(self, most: int) -> list[int]:
-        """Return up to ``most`` tokens that must follow, because the sampler's constraint allows no others."""
+        """Return up to ``most`` tokens that the sampler's constraint forces."""
         constraint = self.sampler.constraint
         return [] if constraint is None else constraint.forced(self._ids[: self._end], most)
 
     def keep_logprobs(self, tokens: Sequence[int], logits: torch.Tensor, path: Sequence[int]) -> None:
-        """Keep the log-probabilities of committed tokens, if requested, from a tree's logits ``[n + 1, V]`` and the
-        accepted nodes."""
+        """Keep committed tokens' log-probabilities, if requested, by a tree's logits ``[n + 1, V]``."""
         if self.top_logprobs is None:
             return
         scored = [logits[row] for _, row in zip(tokens, (0, *(node + 1 for node in path)), strict=False)]
@@ -195,9 +189,8 @@ class Request:
             self.logprobs.append(logprob_of(own, token, self.top_logprobs))
 
     def fork(self) -> Request:
-        """Return a copy that a drafter may continue speculatively. Both share the token buffer, where this request
-        later overwrites what the copy appends. The copy never calls ``stopping``; under rejection sampling its noise is
-        independent."""
+        """Return a copy for speculative tokens. Both share the token buffer: this request later overwrites what the
+        copy appends. The copy never calls ``stopping``; under rejection sampling its noise is independent."""
         fork = copy.copy(self)
         fork.sampler = self.sampler.inner()
         fork.stopping = None
@@ -205,7 +198,7 @@ class Request:
         return fork
 
     def append(self, token: int) -> bool:
-        """Commit a token; return True if it ends the sequence."""
+        """Commit a token; return whether it ends the sequence."""
         self._buffer[self._end] = token
         self._end += 1
         if token in self.eos_token_ids:
@@ -217,7 +210,7 @@ class Request:
         return self.finish_reason is not None
 
     def take(self, tokens: Sequence[int], finish_reason: FinishReason | None) -> None:
-        """Commit tokens, and their finish reason, that another process chose."""
+        """Commit tokens, and a finish reason, that another process chose."""
         end = self._end + len(tokens)
         self._buffer[self._end : end] = tokens
         self._end, self.finish_reason = end, finish_reason
@@ -227,14 +220,13 @@ class Request:
         return constraint is not None and constraint.complete(self._ids[: self._end])
 
     def fail(self, error: Exception) -> None:
-        """End the request with an error; its tokens so far stay. The traceback becomes a note, since its frames would
-        keep all rows' caches alive."""
+        """End the request with an error. The traceback becomes a note, since its frames keep all rows' caches alive."""
         error.add_note(f"It arose in:\n{''.join(format_tb(error.__traceback__))}")
         self.finish_reason, self.error = "error", error.with_traceback(None)
 
 
 def logprob_of(logits: torch.Tensor, token: int, top: int) -> Logprob:
-    """Return a token's log-probability by logits ``[V]``, and the ``top`` likeliest tokens."""
+    """Return a token's log-probability from logits ``[V]``, and the ``top`` likeliest tokens."""
     logprobs = torch.log_softmax(logits.to(torch.float64, copy=True), -1)
     best: list[tuple[int, float]] = []
     if top:

@@ -1,8 +1,8 @@
 """From logits to a token: greedy, coupled sampling (Gumbel-max), or rejection sampling.
 
 Noise is a pure function: a 64-bit counter hash of (seed, position, salt, token id), without generator state. So the
-output for a seed does not depend on drafter, batch or device. Draft and target sample with the same noise, so they
-agree where their distributions are close. Gumbel-max: argmax(log p + g), with Gumbel noise g, is a sample of p.
+output for a seed does not depend on drafter, batch or device. Draft and target sample with equal noise, so they agree
+where their distributions are close. Gumbel-max: argmax(log p + g), with Gumbel noise g, is a sample of p.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from forerun.core.compiling import COMPILES
-from forerun.core.pinned import brought
+from forerun.core.pinned import to_device
 from forerun.core.sampling_kernels import BITS, GOLDEN, MIX1, MIX2, best_with_noise
 
 Method = Literal["greedy", "coupled", "rejection"]
@@ -30,8 +30,8 @@ class InTurn:
     """Processors applied in sequence.
 
     Attributes:
-        rowwise: whether each uses only a row's scores, without reading values from the device, so that many rows
-            ``[n, V]`` may be processed at once.
+        rowwise: whether each uses only a row's scores, without reading values from the device, so that many rows ``[n,
+            V]`` may be processed at once.
         anywhere: whether the device may differ between calls.
         nameless: whether results do not depend on token ids, so that scores of a few tokens suffice if all others are
             minus infinity.
@@ -48,8 +48,7 @@ class InTurn:
 
 @dataclass(frozen=True)
 class Remembering:
-    """A processor that remembers its calls, so that it must run once per committed token, in order; ``pure`` is its
-    stateless part, which may also run on drafts, or None."""
+    """A stateful processor: it must run once per committed token, in order; ``pure``, if any, also runs on drafts."""
 
     whole: Processor
     pure: Processor | None
@@ -60,7 +59,7 @@ class Remembering:
 
 @dataclass(frozen=True)
 class SpeculativeProcessor:
-    """A processor for drafts. If it raises anything, scores stay unchanged: the output may never contain the draft."""
+    """A processor for drafts. If it raises, scores stay unchanged: the output may never contain the draft."""
 
     processor: Processor
 
@@ -72,30 +71,30 @@ class SpeculativeProcessor:
 
 
 class Constraint(Protocol):
-    """Tokens that may follow a sequence: a grammar's side of a sampler. Results depend on the ids alone, never on
-    earlier calls, so any sequence may come in any order: drafts, branches of a tree, forks. Ids are those of
-    ``Request``: padding, prompt and generated tokens, int64 ``[t]``."""
+    """Tokens that may follow a sequence: the sampler's interface to a grammar.
+
+    Results depend on the ids alone, never on earlier calls, so sequences may come in any order: drafts, branches of a
+    tree, forks. Ids are those of ``Request``: padding, prompt and generated tokens, int64 ``[t]``.
+    """
 
     def mask(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return new scores ``[V]`` with -inf for each token that may not follow; raise RuntimeError if none may, or
-        the ids are not allowed."""
+        """Return new scores ``[V]``, -inf for forbidden tokens; raise RuntimeError if all are, or the ids already."""
         ...
 
     def forced(self, ids: torch.Tensor, most: int) -> list[int]:
-        """Return up to ``most`` tokens that must follow, as far as known. Never raises."""
+        """Return up to ``most`` tokens that must follow, as far as known; never raise."""
         ...
 
     def certain(self, ids: torch.Tensor) -> int | None:
-        """Return the only token that may follow, if that is known without work; else None. Never raises."""
+        """Return the only token that may follow, if known without work; else None. Never raise."""
         ...
 
     def complete(self, ids: torch.Tensor) -> bool:
-        """Whether the sequence is complete, so that nothing may follow; raise RuntimeError if the ids are not
-        allowed."""
+        """Return whether the sequence is complete, so that nothing may follow; raise RuntimeError for forbidden ids."""
         ...
 
     def on_trial(self) -> Constraint:
-        """Return a constraint for drafts: it allows all tokens where this one would raise."""
+        """Return a constraint for drafts, which allows all tokens where this one would raise."""
         ...
 
 
@@ -113,13 +112,10 @@ class Sampler:
     """How a row's next token is chosen.
 
     Attributes:
-        method: ``greedy`` takes the best score; ``coupled`` the best with Gumbel noise, so that one walk verifies any
+        method: ``greedy`` chooses the best score; ``coupled`` the best with Gumbel noise, so that one walk verifies any
             tree; ``rejection`` chooses like ``coupled``, but verifies a chain with ``q`` by Leviathan's test.
-        seed: of the noise; any integer.
-        processor: runs on a node's logits, with the ids that lead to the node; or None.
-        constraint: masks tokens before the processor runs; or None.
+        processor: runs on a node's logits, with the ids that lead to the node.
         temperature: by which the processor divides scores; only drafts use it, to weigh the noise.
-        salt: of the noise.
     """
 
     method: Method = "greedy"
@@ -140,7 +136,7 @@ class Sampler:
 
     @property
     def rowwise(self) -> bool:
-        """Whether a choice depends only on logits and position, so that many rows can be chosen at once."""
+        """Whether choices depend only on logits and position, so that many rows can be chosen at once."""
         return self.constraint is None and (
             self.processor is None or (isinstance(self.processor, InTurn) and self.processor.rowwise)
         )
@@ -154,7 +150,7 @@ class Sampler:
 
     @property
     def anywhere(self) -> bool:
-        """Whether it may choose from logits copied to the CPU, if the model is elsewhere."""
+        """Whether it may choose from logits copied to the CPU, if the model is on another device."""
         return self.processor is None or (isinstance(self.processor, InTurn) and self.processor.anywhere)
 
     def scores(self, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -164,7 +160,7 @@ class Sampler:
             scores = self.constraint.mask(ids, scores)
         if self.processor is None:
             return scores
-        return self.processor(brought(ids[None], scores.device), scores[None])[0]
+        return self.processor(to_device(ids[None], scores.device), scores[None])[0]
 
     def scores_of_rows(self, logits: torch.Tensor) -> torch.Tensor:
         """Return ``scores`` of many rows ``[n, V]``; for ``rowwise`` samplers."""
@@ -174,26 +170,23 @@ class Sampler:
         return self.processor(torch.empty((len(scores), 0), dtype=torch.int64, device=scores.device), scores)
 
     def choose(self, scores: torch.Tensor, position: int, salt: Salt | None = None) -> int:
-        """Return the token at ``position`` (in the sequence, prompt included) for processed scores ``[V]``."""
         if self.method == "greedy":
             return int(scores.argmax())
         return _sample(scores, self.seed, position, self.salt if salt is None else salt)
 
     def choices(self, scores: torch.Tensor, positions: Sequence[int], salt: Salt | None = None) -> torch.Tensor:
-        """Return ``choose`` for rows of scores ``[n, V]``, each at its position; int64 ``[n]``, on the scores'
-        device."""
+        """Choose for rows of scores ``[n, V]``, each at its position; int64 ``[n]``, on the scores' device."""
         if self.method == "greedy":
             return scores.argmax(-1)
         return highest_of_rows(scores, self.seed, positions, self.salt if salt is None else salt)
 
     def chances(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the unprocessed probability of tokens ``[n]`` by the logits before each, ``[n, V]``; float64 ``[n]``,
-        on their device."""
+        """Return the probability of tokens ``[n]`` by raw logits ``[n, V]``; float64 ``[n]``, on their device."""
         return logits.softmax(-1).gather(-1, tokens[:, None])[:, 0].double()
 
     def inner(self) -> Sampler:
-        """Return the sampler for a drafter's speculative tokens. Its processor is stateless. It shares this sampler's
-        noise, except under rejection sampling, whose test needs drafts independent of its noise."""
+        """Return a drafter's sampler, with a stateless processor. It shares this sampler's noise, except under
+        rejection sampling, whose test needs drafts independent of its noise."""
         seed = mixed(self.seed & MASK64) if self.method == "rejection" else self.seed
         processor = self.processor.pure if isinstance(self.processor, Remembering) else self.processor
         known = isinstance(processor, InTurn) and (processor.rowwise or processor.anywhere)
@@ -203,20 +196,18 @@ class Sampler:
         return replace(self, seed=seed, processor=processor, constraint=constraint)
 
     def draft_salt(self) -> Salt:
-        """Return the salt of drafts: the target's when coupled, another one for rejection."""
+        """Return the salt of drafts."""
         return Salt.DRAFT if self.method == "rejection" else Salt.TARGET
 
 
 def _sample(scores: torch.Tensor, seed: int, position: int, salt: Salt) -> int:
-    """Return the best token with noise; 0 if none is possible."""
     if COMPILES and scores.device.type == "cpu" and scores.dtype == torch.float32:
         return best_with_noise(scores.detach().contiguous().numpy(), _key(seed, position, salt))
     return int(highest_of_rows(scores[None], seed, [position], salt))
 
 
 def highest_of_rows(scores: torch.Tensor, seed: int, positions: Sequence[int], salt: Salt) -> torch.Tensor:
-    """Return the best token of each row ``[n, V]`` with the noise at its position, int64 ``[n]``, on the scores'
-    device; 0 if none is possible."""
+    """Return the best token of rows ``[n, V]`` with noise, int64 ``[n]``, on their device; 0 if none is possible."""
     best = (scores.double() + _gumbel_of_rows(seed, positions, scores.shape[-1], salt, scores.device)).max(-1)
     return best.indices.where(best.values > -torch.inf, 0)
 
@@ -240,12 +231,12 @@ def _gumbel_of_rows(
     """Return ``gumbel`` at each position, ``[n, size]``, without waiting for the device."""
     distinct, rows = np.unique(positions, return_inverse=True)
     keys = torch.tensor([_signed(_key(seed, position, salt)) for position in distinct.tolist()])
-    bits = torch.arange(size, dtype=torch.int64, device=device).mul_(_signed(GOLDEN)) + brought(keys, device)[:, None]
+    bits = torch.arange(size, dtype=torch.int64, device=device).mul_(_signed(GOLDEN)) + to_device(keys, device)[:, None]
     for shift, factor in ((30, MIX1), (27, MIX2)):
         bits.bitwise_xor_(_shift_right(bits, shift)).mul_(_signed(factor))
     bits.bitwise_xor_(_shift_right(bits, 31))
     u = _shift_right(bits, 64 - BITS).double().add_(0.5).mul_(2.0**-BITS)
-    return u.log_().neg_().log_().neg_().index_select(0, brought(torch.from_numpy(rows), device))
+    return u.log_().neg_().log_().neg_().index_select(0, to_device(torch.from_numpy(rows), device))
 
 
 def draw(probability: torch.Tensor, seed: int, position: int, salt: Salt) -> int:
@@ -258,7 +249,7 @@ def _key(seed: int, position: int, salt: Salt) -> int:
 
 
 def mixed(value: int) -> int:
-    """Apply one round of splitmix64 to a Python integer."""
+    """Apply one round of splitmix64."""
     value = (value + GOLDEN) & MASK64
     value = ((value ^ value >> 30) * MIX1) & MASK64
     value = ((value ^ value >> 27) * MIX2) & MASK64
@@ -266,10 +257,10 @@ def mixed(value: int) -> int:
 
 
 def _signed(value: int) -> int:
-    """Return the 64 bits as a signed integer, for torch."""
+    """Reinterpret 64 bits as a signed integer, for torch."""
     return value - (1 << 64) if value >> 63 else value
 
 
 def _shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
-    """Shift logically; torch's own shift keeps the sign."""
+    """Shift logically; torch's shift keeps the sign."""
     return (bits >> count).bitwise_and_((1 << (64 - count)) - 1)

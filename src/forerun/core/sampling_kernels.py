@@ -1,9 +1,8 @@
-"""Compiled sampling over a vocabulary, without most of the apparent work.
+"""Compiled sampling over a vocabulary, which skips most tokens.
 
 Gumbel noise: g = -log(-log u) for a uniform u. Two logarithms per token cost more than a small model's pass, but few
-tokens can win: -log u is at least 1 - u, so g is at most -log(1 - u), and log2 of a float is at least what its bits say
-as a fixed-point number. Only tokens whose bound, which needs no logarithm, exceeds the best score so far get full
-noise.
+tokens can win: -log u is at least 1 - u, so g is at most -log(1 - u), and log2 of a float is at least its bits read as
+a fixed-point number. Only tokens whose bound, which needs no logarithm, exceeds the best score so far get full noise.
 
 Top-p: the least likely tokens that sum to at most 1 - p are cut without sorting. Positive floats are ordered like their
 bits, so the smallest kept probability is found a few bits at a time: probabilities are summed by their upper bits, the
@@ -22,7 +21,6 @@ import numpy.typing as npt
 from forerun.core.compiling import COMPILES, compiled
 
 GOLDEN, MIX1, MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-"""The constants of splitmix64."""
 BITS = 52
 """Hash bits per uniform number. With 53, adding 0.5 could round up to 1."""
 
@@ -38,8 +36,7 @@ _CHANCE_BITS, _DIGIT = 36, 12  # bits of a float32, zero-extended, and those exa
 
 
 def best_with_noise(scores: npt.NDArray[Any], key: int) -> int:
-    """Return the token with the highest sum of score ``[V]`` and noise, given the noise's 64-bit key; 0 if all scores
-    are minus infinity."""
+    """Return the token with the highest score ``[V]`` plus noise for a 64-bit key; 0 if all scores are -inf."""
     return int(_search(scores, np.uint64(key), np.empty(_BLOCK, np.float64)))
 
 
@@ -51,7 +48,7 @@ def top_p_cut(
     Args:
         scores: ``[V]``.
         chances: their softmax, ``[V]``.
-        out: the probability to cut. Of equally likely tokens at the edge, the first go.
+        out: the probability to cut. Of equally likely tokens at the edge, the first are cut.
     """
     result = np.empty(len(scores), np.float32)
     kept = _cut(scores, chances, out, filtered, result, np.empty(1 << _DIGIT, np.float64))
@@ -67,7 +64,6 @@ def warm_up() -> None:
 
 @compiled
 def _round(bits: np.uint64) -> np.uint64:
-    """Apply a round of splitmix64 after its addition."""
     bits = (bits ^ (bits >> _SHIFT1)) * _MIX1
     bits = (bits ^ (bits >> _SHIFT2)) * _MIX2
     return bits ^ (bits >> _SHIFT3)
@@ -80,7 +76,7 @@ def _hash(key: np.uint64, token: int) -> np.int64:
 
 @compiled
 def gumbel_of(mixed_seed: np.uint64, position: int, token: int) -> float:
-    """Return a token's noise at a position, for drafts that may know it; see ``sampling.mixed``."""
+    """Return a token's noise at a position, for drafts; see ``sampling.mixed``."""
     key = _round(mixed_seed + np.uint64(position << 3) + _GOLDEN)  # for ``Salt.TARGET``, which is 0
     return -math.log(-math.log((float(_hash(key, token)) + 0.5) * _UNIT))
 

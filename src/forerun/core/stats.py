@@ -14,14 +14,12 @@ class Stats:
     """One request's steps and times.
 
     Attributes:
-        drafted: nodes proposed, per step.
-        accepted: nodes accepted, per step.
+        drafted, accepted: nodes, per step.
         emitted: tokens committed, per step: ``accepted`` plus one, except in a step that ends the request.
         prefill_seconds: from the start to the first token, including the drafter's prefill.
         propose_seconds, score_seconds, verify_seconds: time after the prefill for drafting, for forward passes, and for
-            verifying and committing. Rows of a batch each count their steps' whole time.
-        middle: statistics of the level that verifies inside the drafter, if any. Its times are part of
-            ``propose_seconds``.
+            verifying and committing. Each row of a batch counts the full time of its steps.
+        middle: statistics of the level that verifies inside the drafter. Its times are part of ``propose_seconds``.
     """
 
     drafted: list[int] = field(default_factory=list)
@@ -38,7 +36,6 @@ class Stats:
         return self.middle
 
     def record(self, drafted: int, accepted: int, emitted: int) -> None:
-        """Add the counts of a step."""
         self.drafted.append(drafted)
         self.accepted.append(accepted)
         self.emitted.append(emitted)
@@ -51,7 +48,7 @@ class Stats:
 
     @property
     def steps(self) -> int:
-        """Verifying passes, including the one that ends the prefill."""
+        """Verifying passes, with the one that ends the prefill."""
         return len(self.emitted)
 
     @property
@@ -80,13 +77,13 @@ class Stats:
         return sum(self.emitted[1:]) / self.decode_seconds if self.decode_seconds else 0.0
 
     def drafted_mask(self) -> list[bool]:
-        """Return for every generated token whether it was an accepted draft."""
+        """Return for each generated token whether it was an accepted draft."""
         return [
             i < accepted for accepted, emitted in zip(self.accepted, self.emitted, strict=True) for i in range(emitted)
         ]
 
     def histogram(self) -> dict[int, int]:
-        """Return how many steps emitted 1, 2, ... tokens."""
+        """Return how many steps committed 1, 2, ... tokens."""
         return dict(sorted(Counter(self.emitted).items()))
 
     def summary(self) -> dict[str, object]:

@@ -1,9 +1,9 @@
-"""Choices from logits on another device than a CPU, in one transfer.
+"""Choices from logits on a GPU, in one transfer.
 
-Reading a value from another device waits until it has done all its work. So the device makes the choices at all nodes
-of a tree, needed or not, and one transfer reads those of all rows. If a sampler needs ids before a choice (penalties,
-grammars), the logits are copied to the CPU in one piece. A sampler with processors that may hold tensors on the model's
-device chooses there, node by node. On a CPU none of this happens.
+Reading a value from a device waits until all its work is done. So the device makes the choices at all nodes of a tree,
+needed or not, and one transfer fetches those of all rows. If a sampler needs ids before a choice (penalties, grammars),
+the logits are copied to the CPU in one piece. A sampler with processors that may hold tensors on the model's device
+chooses there, node by node. On a CPU none of this happens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch.nn.functional import pad
 
 from forerun.core.block import RowScores
-from forerun.core.pinned import brought
+from forerun.core.pinned import to_device
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, highest_of_rows
 from forerun.core.tree import DraftTree, IntArray
@@ -29,11 +29,11 @@ from forerun.core.tree import DraftTree, IntArray
 log = logging.getLogger(__name__)
 
 NOISE_ROWS = 16
-"""Rows of logits with noise and scores in float64 at a time: 8 bytes per token each."""
+"""Rows of logits that get noise at a time; each needs 8 bytes per token for noise and for scores."""
 
 
 def elsewhere(tensor: torch.Tensor) -> bool:
-    """Return whether reading a value of it is a transfer."""
+    """Return whether reading a value of the tensor is a transfer."""
     return tensor.device.type != "cpu"
 
 
@@ -43,13 +43,13 @@ def present(device: torch.device) -> AbstractContextManager[object]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a device's current stream, so that a clock can be read. Copies on other streams go on."""
+    """Wait for a device's current stream, before reading a clock. Copies on other streams go on."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def adjoined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate tensors along their first dimension; adjacent ones are not copied."""
+    """Concatenate tensors along their first dimension, without a copy if they are adjacent."""
     first, end = tensors[0], tensors[0].data_ptr()
     if len(tensors) == 1:
         return first
@@ -78,7 +78,7 @@ def best_of(logits: torch.Tensor) -> int:
 
 
 def best_of_rows(logits: torch.Tensor) -> torch.Tensor:
-    """Return the best tokens of logits ``[..., V]``, compared in float32 at most, as in transformers."""
+    """Return the best tokens of logits ``[..., V]``, compared in float32 at most, as transformers does."""
     return (logits.float() if logits.dtype == torch.float64 else logits).argmax(-1)
 
 
@@ -95,9 +95,9 @@ class RowChoices(NamedTuple):
     Attributes:
         choices: the result of ``choose_nodes``; None on a CPU, for a sampler that needs more than logits, and after an
             error, which verification raises again for this row alone.
-        best: the best tokens at the root and each node; None if not requested, or on a CPU.
-        chances: the model's probability of each token in ``choices``, before any processor; None unless requested, or
-            if a chain is tested by rejection.
+        best: the best tokens at the root and each node, if requested; None on a CPU.
+        chances: the model's probability of each token in ``choices``, before any processor, if requested; None if a
+            chain is tested by rejection.
     """
 
     choices: IntArray | None = None
@@ -112,11 +112,11 @@ def choose_rows(
     best: int = 0,
     chances: bool = False,
 ) -> list[RowChoices]:
-    """Fetch what a step needs of each row's logits, in one transfer, and wait for the pass. What all rows need is
-    computed at once, over adjacent logits.
+    """Fetch what a step needs of each row's logits in one transfer, after the pass ends.
 
     Args:
-        scored: a pass's results; an error's row has no choices. Those after the last tree are only waited for.
+        scored: a pass's results; a row with an error has no choices. Rows without a tree, at the end, are only waited
+            for.
         best: number of best tokens to fetch per row of logits; ``chances``: whether to fetch the choices'
             probabilities.
     """
@@ -144,21 +144,20 @@ def choose_rows(
     vectors = [*(each.flatten() for each in shared.values()), *(vector for row in own for _, vector in row)]
     if not vectors:
         synchronize(away[min(away)].device)
-    brought = iter(to_cpu(vectors))
-    tables = {name: _parted(next(brought).reshape(each.shape), counts) for name, each in shared.items()}
+    to_device = iter(to_cpu(vectors))
+    tables = {name: _parted(next(to_device).reshape(each.shape), counts) for name, each in shared.items()}
     for place, (n, row) in enumerate(zip(away, own, strict=True)):
         parts = {name: table[place] for name, table in tables.items()}
         if not requests[n].sampler.takes_best:
             parts.pop("choices", None)
-        found[n] = _choices(parts | {name: next(brought) for name, _ in row})
+        found[n] = _choices(parts | {name: next(to_device) for name, _ in row})
     return found
 
 
 def _vectors(
     tree: DraftTree, logits: torch.Tensor, request: Request, best: torch.Tensor | None, chances: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a row's private parts of the transfer by name, as int64 vectors; floats as the bits of float64. ``best``:
-    the best token of each row of logits."""
+    """Yield a row's private parts of the transfer by name, as int64 vectors; floats as the bits of float64."""
     if not request.sampler.rowwise:
         return
     if not request.sampler.takes_best or best is None:
@@ -181,8 +180,7 @@ def _choices(parts: Mapping[str, IntArray]) -> RowChoices:
 
 
 def choose_nodes(tree: DraftTree, logits: torch.Tensor, request: Request) -> torch.Tensor:
-    """Make every choice that verification may need, on the logits' device without waiting: an int64 vector of the
-    tokens chosen at the root and at each node. For a chain tested by rejection, see ``Trial``."""
+    """Choose at the root and each node, on the logits' device without waiting; int64. For rejection, see ``Trial``."""
     q = tested(tree, request)
     if q is not None:
         return _trial(tree, q, logits, request)
@@ -196,8 +194,7 @@ def choose_nodes(tree: DraftTree, logits: torch.Tensor, request: Request) -> tor
 
 
 def tested(tree: DraftTree, request: Request) -> torch.Tensor | None:
-    """Return the ``q`` of a chain to be tested by rejection, 0 for NaN: a processor may leave none of a draft model's
-    tokens. Raises ``ValueError`` for a tree that branches."""
+    """Return ``q`` of a chain to test by rejection, 0 for NaN: a processor may forbid all of a draft model's tokens."""
     if request.sampler.method != "rejection" or tree.q is None:
         return None
     if not tree.is_chain:
@@ -211,7 +208,6 @@ class Trial:
 
     Attributes:
         p, q: probabilities of each token by the target and the draft, float64 ``[n]``; in a vector their bits.
-        residuals: tokens that replace rejected ones, ``[n]``.
         last: the token after a fully accepted chain; in a vector ``[1]``.
     """
 
@@ -222,12 +218,10 @@ class Trial:
 
     @classmethod
     def of(cls, vector: IntArray) -> Trial:
-        """Split a vector from ``choose_nodes``."""
         p, q, residuals, last = np.split(vector, np.arange(1, 4) * (len(vector) // 3))
         return cls(p.view(np.float64).tolist(), q.view(np.float64).tolist(), residuals.tolist(), int(last[0]))
 
     def chances(self, node: int, token: int) -> tuple[float, float]:
-        """Return ``p`` and ``q`` of a node's token."""
         return self.p[node], self.q[node]
 
     def residual(self, node: int) -> int:
@@ -235,7 +229,6 @@ class Trial:
         return self.residuals[node]
 
     def after(self) -> int:
-        """Return the token after the chain."""
         return self.last
 
 
@@ -245,7 +238,7 @@ def _trial(tree: DraftTree, q: torch.Tensor, logits: torch.Tensor, request: Requ
     last = sampler.choices(scores[-1:], [positions.stop])
     if not len(tree):
         return last
-    tokens = brought(torch.from_numpy(tree.tokens), logits.device)[:, None]
+    tokens = to_device(torch.from_numpy(tree.tokens), logits.device)[:, None]
     p = scores[:-1].double().softmax(-1)
     q = pad(q, (0, p.shape[-1] - q.shape[-1])).double()
     residual = (p - q).clamp_min(0)

@@ -34,7 +34,6 @@ class DraftTree:
     """Draft tokens, their parents, and the drafter's estimates.
 
     Attributes:
-        tokens: token ids, int64 ``[n]``.
         parents: index of each node's parent, or ``ROOT``; int64 ``[n]``, ``parents[i] < i``.
         q: distribution that each node was sampled from, ``[n, vocabulary]``; for rejection sampling.
         probability: estimated probability that a node is accepted, float64 ``[n]``.
@@ -54,7 +53,7 @@ class DraftTree:
 
     @classmethod
     def empty(cls) -> DraftTree:
-        """Return a tree without nodes: the step is plain decoding."""
+        """Return a tree without nodes, for plain decoding."""
         return _EMPTY
 
     @classmethod
@@ -79,7 +78,7 @@ class DraftTree:
 
     @classmethod
     def from_branches(cls, branches: Iterable[Sequence[int]], budget: int) -> DraftTree:
-        """Merge branches on their shared prefixes, in order, until ``budget`` nodes are used."""
+        """Merge branches on their shared prefixes, in order, up to ``budget`` nodes."""
         tokens: list[int] = []
         parents: list[int] = []
         index: dict[tuple[int, int], int] = {}
@@ -97,7 +96,7 @@ class DraftTree:
         return cls(np.array(tokens, np.int64), np.array(parents, np.int64))
 
     def merged(self, other: DraftTree, budget: int) -> DraftTree:
-        """Add the nodes of ``other`` up to ``budget`` in all; ``q`` and estimates are lost."""
+        """Add the nodes of ``other`` up to ``budget`` in all; drop ``q`` and estimates."""
         tokens, parents, origins = self.tokens.tolist(), self.parents.tolist(), self.sources.tolist()
         index = {ROOT: ROOT}
         for node, (parent, token) in enumerate(zip(other.parents.tolist(), other.tokens.tolist(), strict=True)):
@@ -117,11 +116,11 @@ class DraftTree:
         )
 
     def by(self, origin: Origin) -> DraftTree:
-        """Return the tree with one origin for all nodes."""
+        """Set the origin of all nodes."""
         return replace(self, origins=np.full(len(self), origin, np.int8))
 
     def under(self, tokens: Sequence[int]) -> DraftTree:
-        """Return a chain of certain tokens, followed by this tree; its nodes come after the chain's."""
+        """Put this tree under a chain of certain tokens, whose nodes come first."""
         if not tokens:
             return self
         chain = DraftTree.chain(tokens).by(Origin.FORCED)
@@ -136,7 +135,7 @@ class DraftTree:
         )
 
     def behind(self, count: int) -> DraftTree:
-        """Undo ``under`` for a chain of ``count`` nodes."""
+        """Remove a chain of ``count`` nodes that ``under`` added."""
         return self._part(slice(count, None), self.parents[count:] - count)
 
     def __len__(self) -> int:
@@ -156,7 +155,7 @@ class DraftTree:
 
     @cached_property
     def children(self) -> Mapping[tuple[int, int], int]:
-        """Node index by (parent index, token id). Of equal siblings the first counts."""
+        """Node index by (parent index, token id); of equal siblings, the first."""
         index: dict[tuple[int, int], int] = {}
         for i, key in enumerate(zip(self.parents.tolist(), self.tokens.tolist(), strict=True)):
             index.setdefault(key, i)
@@ -164,7 +163,7 @@ class DraftTree:
 
     @cached_property
     def ancestors(self) -> BoolArray:
-        """Which nodes a node attends to, itself and its ancestors; bool ``[n, n]``."""
+        """Which nodes each node attends to, itself and its ancestors; bool ``[n, n]``."""
         mask = np.eye(len(self), dtype=np.bool_)
         for i, parent in enumerate(self.parents.tolist()):
             if parent != ROOT:
@@ -172,7 +171,7 @@ class DraftTree:
         return mask
 
     def matches(self, tokens: Sequence[int]) -> int:
-        """Count how many of these tokens the tree has, from the root down."""
+        """Count the first of these tokens that form a path from the root."""
         node = ROOT
         for depth, token in enumerate(tokens):
             if (node := self.children.get((node, token), ROOT)) == ROOT:
@@ -200,13 +199,12 @@ class DraftTree:
         return self._part(np.flatnonzero(keep).tolist(), parents)
 
     def _part(self, nodes: slice | list[int], parents: IntArray) -> DraftTree:
-        """Return the tree of some nodes, given their parents' indices in it."""
         known: list[Any] = [self.q, self.probability, self.origins]
         return DraftTree(self.tokens[nodes], parents, *(None if each is None else each[nodes] for each in known))
 
     def cut(self, count: int, max_depth: int, vocabulary: int) -> DraftTree:
         """Drop nodes after the first ``count``, nodes deeper than ``max_depth``, tokens outside 0..vocabulary-1, and
-        nodes below these."""
+        their descendants."""
         if _fits(self.tokens, self.depths, count, max_depth, vocabulary):
             return self
         keep = (np.arange(len(self)) < count) & (self.depths <= max_depth)
@@ -231,7 +229,7 @@ def _write_depths(parents: IntArray, depths: IntArray) -> None:
 
 
 def _under_certain(tokens: Sequence[int], q: torch.Tensor) -> torch.Tensor:
-    """Return ``q`` preceded by distributions that are certain of each token; ``[n + rows of q, vocabulary]``."""
+    """Return ``q`` after one-hot distributions of each token; ``[n + rows of q, vocabulary]``."""
     both = q.new_zeros(len(tokens) + len(q), q.shape[-1])
     both[list(range(len(tokens))), list(tokens)] = 1.0
     both[len(tokens) :] = q

@@ -1,4 +1,4 @@
-"""Verification: from a tree and the target's logits to committed tokens. It never changes the output.
+"""Verification: from a tree and the target's logits to committed tokens. Drafts never change them.
 
 Greedy and coupled sampling share one walk: choose a token at the node, move to the child that equals it, stop if there
 is none. SpecInfer calls this naive sampling; with shared noise it accepts nearly as much as the rejection test.
@@ -25,7 +25,7 @@ from forerun.core.tree import ROOT, DraftTree, IntArray
 
 @dataclass(frozen=True)
 class Verdict:
-    """The accepted nodes of a step, from the root down, and its tokens: these drafts, and at most one more."""
+    """The accepted nodes of a step, from the root down, and its tokens: these drafts and at most one more."""
 
     path: list[int]
     tokens: list[int]
@@ -33,15 +33,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A verified tree, as passed to ``Source.learn``; or a chunk of a prompt, which commits no tokens.
+    """A verified tree, as passed to ``Source.learn``; or a prompt chunk, which commits no tokens.
 
     Attributes:
-        tree: the tree that was scored.
-        verdict: the part of it that was committed.
         logits: the target's at the root (row 0) and at node i (row i + 1), ``[n + 1, V]``.
         best: top tokens of each row of logits, if a source wants them and the step's transfer included them.
         states: hidden states of pending tokens and accepted nodes, ``[m, layers * hidden]``, if a source wants them.
-        start: position of the first of these tokens.
         chances: probability of the token chosen at each node, if the step's transfer included them.
     """
 
@@ -64,7 +61,6 @@ def verify(tree: DraftTree, logits: torch.Tensor, request: Request, choices: Int
     """Commit the accepted path of ``tree``, and the next token, to ``request``.
 
     Args:
-        tree: the draft after the last committed token.
         logits: the target's at the root (row 0) and at node i (row i + 1), ``[n + 1, V]``.
         request: supplies the sampler, receives the tokens, and ends the walk where the sequence ends.
         choices: made on the device for these logits; computed here by default.
@@ -88,7 +84,7 @@ def verify(tree: DraftTree, logits: torch.Tensor, request: Request, choices: Int
 
 
 def _walk(tree: DraftTree, choose: Callable[[int], int], request: Request) -> Verdict:
-    """Follow the choices; ``choose`` is called with each node of the path."""
+    """Follow the choices along a path; ``choose`` is called with each node."""
     path: list[int] = []
     tokens: list[int] = []
     node: int | None = ROOT

@@ -1,4 +1,4 @@
-"""A thread's clock for the cost of passes, which stops during one-time work such as a recording."""
+"""A thread's clock for the cost of passes, which stops during one-time work such as recording a graph."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _made = threading.local()
 
 
 def work_seconds() -> float:
-    """Return this thread's seconds, without those in ``made_once``."""
+    """Return this thread's seconds, without those inside ``made_once``."""
     return time.perf_counter() - getattr(_made, "seconds", 0.0)
 
 

@@ -31,13 +31,10 @@ log = logging.getLogger(__name__)
 
 
 class Batch:
-    """Requests decoded together; made by ``Engine.batch``.
-
-    One thread at a time may use a batch; others may use the same engine meanwhile.
+    """Requests decoded together; made by ``Engine.batch``. One thread at a time may use a batch; others may use the
+    same engine meanwhile.
 
     Args:
-        step: decodes some rows and prefills others.
-        lock: the engine's, held for each step.
         chunk: maximum prompt tokens per row and pass.
         limit: maximum tokens per pass, besides drafts; a decoding row counts as one. A pass always has room for one
             chunk, so that no prompt starves. Smaller limits keep other rows from waiting during a prefill.
@@ -77,7 +74,6 @@ class Batch:
 
     @property
     def requests(self) -> list[Request]:
-        """Requests that have not ended, in order of admission."""
         return [row.request for row in self._rows.values()]
 
     @property
@@ -86,17 +82,16 @@ class Batch:
         return sum(row.unread for row in self._rows.values())
 
     def admit(self, request: Request, cache: FullCache | None = None, reserve: DeviceReserve | None = None) -> None:
-        """Add a request; it takes part from the next step on.
+        """Add a request, from the next step on.
 
         Args:
-            request: a fresh one.
             cache: holds the first tokens of the prompt, and then the output; by default a new one.
             reserve: what a new cache leaves free on the device for other requests, if ``kv_memory`` bounds it.
 
         Raises:
-            ValueError: if the cache holds the whole prompt or more, or the request is in the batch.
+            ValueError: if the cache holds the complete prompt, or the request is in the batch.
             MemoryError: if there is no room for its keys and values.
-            OSError: if they cannot be kept in a file.
+            OSError: if a file cannot hold them.
         """
         if request.id in self._rows:
             raise ValueError(f"request {request.id} is in this batch already")
@@ -130,19 +125,19 @@ class Batch:
         self._sharing.verify(request)
 
     def tokens(self, request: Request) -> int:
-        """Return the tokens that a request's cache has room for: the longest sequence, and a tree."""
+        """Return the room of a request's cache, in tokens: the longest sequence, and a tree."""
         return len(request) + request.remaining + self._step.budget
 
     def needs(self, request: Request) -> int:
-        """Return the maximum bytes of a request's keys and values, for the target and all draft levels, as if it shared
+        """Return the maximum bytes of a request's keys and values, for the target and all draft levels, if it shares
         none."""
         tokens = self.tokens(request)
         cache = FullCache(tokens, releases=self._releases(request))
         return cache.needs(self._step.level.model.kv, tokens) + self.drafting(request)
 
     def _releases(self, request: Request) -> bool:
-        """Whether a request's cache releases keys outside of sliding windows: if its prompt is not kept for others, and
-        chunks are no longer than the slack kept beyond a window."""
+        """Return whether a request's cache releases keys outside of sliding windows: if its prompt is not kept for
+        others, and chunks are no longer than the slack kept beyond a window."""
         target = self._step.level.model
         if not target.windowed or not releases(target.device.type) or self.chunk > MIN_SLACK_TOKENS:
             return False
@@ -154,13 +149,8 @@ class Batch:
         return sum(source.needs(self.tokens(request)) for source in sources)
 
     def step(self, resting: Collection[int] = (), budgets: Mapping[int, int] | None = None) -> list[Commit]:
-        """Take one step with all rows; return a commit for each with new tokens, and for each that failed
-        (``Request.error``).
-
-        Args:
-            resting: ids of requests that skip it.
-            budgets: shorter draft budgets of some requests, by id.
-        """
+        """Run one step with all rows but the ``resting`` ones, with shorter draft ``budgets`` by id; return a commit
+        for each row with new tokens, and for each that failed (``Request.error``)."""
         if not self._rows:
             return []
         with self._lock, self._present:
@@ -182,17 +172,16 @@ class Batch:
             if commit.request.finish_reason is not None:
                 try:
                     self._remove(commit.request)
-                except Exception:  # other rows' tokens must reach them
+                except Exception:  # other rows must get their tokens
                     log.exception("releasing an ended request failed")
         return commits
 
     def cancel(self, request: Request) -> None:
-        """End a request now, keeping its tokens; an ended one stays as it is."""
+        """End a request now, if it has not ended, keeping its tokens."""
         if request.id in self._rows:
             self._remove(request)
 
     def close(self) -> None:
-        """End all requests, keeping their tokens."""
         with ExitStack() as each:  # all of them, even if one fails
             for request in self.requests:
                 each.callback(self._remove, request)
@@ -200,11 +189,11 @@ class Batch:
     def _schedule(
         self, unread: Sequence[BatchRow], beside: bool, left: int
     ) -> tuple[list[BatchRow], dict[BatchRow, int]]:
-        """Return which of the rows in prefill take their first step next, and which prefill a chunk, with its length.
-        Those that waited longest come first, while there is room for ``left`` tokens."""
+        """Return which rows in prefill run their first step next, and which prefill a chunk, with its length. Those
+        that waited longest come first, while there is room for ``left`` tokens."""
         first: list[BatchRow] = []
         reading: dict[BatchRow, int] = {}
-        paced, share = self._pacing is not None and beside, 1.0  # of the time allowed
+        paced, share = self._pacing is not None and beside, 1.0  # share of the allowed time
         for row in sorted(unread, key=lambda row: row.served):
             if row.request.error is not None or self._sharing.waits(row):
                 continue
@@ -231,7 +220,7 @@ class Batch:
         worked: bool,
         budgets: Mapping[int, int],
     ) -> list[Commit]:
-        """Take a step with these rows; its time sets the length of the next chunks. ``beside``: it holds up other rows.
+        """Run a step with these rows; its time sets the length of the next chunks. ``beside``: it holds up other rows.
         ``worked``: drafts for a prompt were prepared before."""
         if self._pacing is None or not beside:
             return self._pass(decoding, reading, budgets)
@@ -247,7 +236,7 @@ class Batch:
         return commits
 
     def _pass(self, decoding: list[BatchRow], reading: dict[BatchRow, int], budgets: Mapping[int, int]) -> list[Commit]:
-        """Take a step. If it fails and some rows lost keys and values, only these rows end."""
+        """Run a step. If it fails and some rows lost keys and values, end only these rows."""
         try:
             return self._step(decoding, reading, budgets)
         except Exception:
@@ -260,8 +249,8 @@ class Batch:
         return [Commit(row.request, [], 0) for row in lost]
 
     def _catch_up(self, unread: Sequence[BatchRow], beside: bool) -> tuple[bool, list[Commit]]:
-        """Prefill drafters with prompts that the target has prefilled, in pieces; return whether there were any, and
-        a commit for each row that failed."""
+        """Prefill drafters with prompts that the target has prefilled, in pieces; return whether there were any, and a
+        commit for each row that failed."""
         worked, failed = False, []
         pacing = self._pacing if beside else None
         end = 0.0 if pacing is None else pacing.clock() + pacing.allowed
@@ -293,8 +282,8 @@ class Batch:
             row.prepares = pacing.adjusted(row.prepares, pacing.clock() - began, self.limit)
 
     def _remove(self, request: Request) -> None:
-        """Free everything that a request holds, even if parts of that fail. If the garbage collector closes it
-        during another's step, that step ends first."""
+        """Free everything that a request holds, even if parts of that fail. If the garbage collector closes it during
+        another's step, that step ends first."""
         row = self._rows.pop(request.id)
         self._lock.when_free(lambda: self._let_go(row))
 

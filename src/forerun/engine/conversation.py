@@ -21,16 +21,12 @@ from forerun.models.text.requests import GenerationOptions
 class Conversation:
     """The turns of a user and a model, with a cache that continues from one to the next.
 
-    Every turn applies the chat template to the whole conversation. The cache is kept as far as it agrees, token for
-    token, and only the rest is prefilled. Answers equal those to the whole conversation prefilled anew.
+    Every turn applies the chat template to all turns. The cache is kept as far as it agrees, token for token, and only
+    the rest is prefilled. Answers equal those after a new prefill of the conversation.
 
     Args:
         engine: with a tokenizer that has a chat template.
-        system: the system message, if any.
         options: for every answer, as for ``Engine.generate``: ``max_new_tokens``, ``temperature``, ``seed``, ...
-
-    Attributes:
-        messages: the turns so far, oldest first.
 
     Raises:
         ValueError: without a tokenizer or a chat template.
@@ -58,17 +54,14 @@ class Conversation:
         self._forget()
 
     def _forget(self) -> None:
-        """Drop the cache, so that the next turn prefills everything."""
         self._cache, self._version = FullCache(), self.engine.model_version()
         self._cached: IntArray = np.empty(0, np.int64)
 
     def send(self, text: str, on_prefill: Progress | None = None) -> ConversationTurn:
-        """Send a message, ending an unfinished answer; iterating over the returned turn generates the answer. During
-        the prefill, ``on_prefill`` is called with tokens done and to do.
+        """Send a message, ending an unfinished answer; iterate over the returned turn to generate the answer.
 
-        Raises:
-            ValueError: for an empty message, an invalid option, a template error, or a conversation that is too long;
-                the conversation stays as it was.
+        During the prefill, ``on_prefill`` is called with tokens done and to do. Raise ValueError for an empty message,
+        an invalid option, a template error, or a conversation that is too long; the conversation is then unchanged.
         """
         self._end_turn()
         if not text:
@@ -81,7 +74,7 @@ class Conversation:
         return self._turn
 
     def ask(self, text: str) -> str:
-        """Send a message and return the complete answer; raises ValueError like ``send``."""
+        """Send a message and return the complete answer; raise ValueError like ``send``."""
         turn = self.send(text)
         for _ in turn:
             pass
@@ -117,8 +110,8 @@ class Conversation:
 
 
 class ConversationTurn:
-    """A message and its answer: an iterator over the commits of each step. Closing it ends the answer. ``cached`` is
-    the number of tokens that needed no prefill, known from the first commit on."""
+    """A message and its answer: an iterator over each step's commits. Closing it ends the answer. From the first commit
+    on, ``cached`` is the number of tokens that needed no prefill."""
 
     def __init__(self, conversation: Conversation, message: str, request: Request, on_prefill: Progress | None) -> None:
         self.message = message
@@ -144,7 +137,6 @@ class ConversationTurn:
 
     @property
     def read(self) -> int:
-        """Tokens prefilled in this turn."""
         return self.request.prompt_length - self.cached
 
 

@@ -56,11 +56,9 @@ if TYPE_CHECKING:
     from forerun.models.text.grammar import Grammars
 
 BUDGET = 64
-"""Maximum number of nodes of a tree."""
 
 Drafts = str | Source | Callable[[Setup], Source]
-"""A drafter: the name of a recipe, a source of trees, or a function that makes one for a model (a ``Level`` is a
-source)."""
+"""A drafter: a recipe's name, a source of trees, or a function that makes one for a model (a ``Level`` is a source)."""
 
 
 class Engine:
@@ -77,11 +75,11 @@ class Engine:
         model: a transformers decoder; it decides what is generated.
         drafter: proposes trees: a name from ``forerun.decoding.recipes``, a source, or a function that makes one from a
             ``Setup``, such as a ``Level`` over your own cache.
-        settings: for a drafter given by name.
+        settings: for a drafter named by a string.
         tokenizer: for prompts and results as text, and for ``stop_strings``.
         budget: maximum number of nodes of a tree (the Lookahead paper's decoding length).
         prune_drafts: score only the part of a draft that pays, given the cost of passes, measured once per model. If
-            false, score all of it. ``auto`` always chooses.
+            false, score all of it. ``auto`` always prunes.
         prefill_block: prompt tokens in one pass.
         prefix_cache: maximum bytes of keys and values kept for later prompts with the same prefix.
         kv_store: a folder to keep them on disk, for later processes too; for a model on the CPU.
@@ -94,7 +92,7 @@ class Engine:
     Raises:
         UnsupportedModelError: if the model's output could change.
         ValueError: for an invalid setting, a tokenizer with more tokens than the model, or a model whose keys and
-            values cannot be kept on disk.
+            values cannot be stored on disk.
         TypeError: for a model that is not loaded, an invalid drafter, or another argument of the wrong type.
         OSError: if the store's folder cannot be created or written.
     """
@@ -127,7 +125,6 @@ class Engine:
         _check_drafter(drafter)
         cap_threads()
         self.prefixes = PrefixCache(prefix_cache)
-        """Keys and values of prompts kept in memory."""
         self._runtime = _runtime or default_runtime()
         self.target = self._admit(model, kv_dtype, kv_store=kv_store, kv_memory=kv_memory)
         self.exactness = self._runtime.exactness(self.target, position_limit(model), kv_memory is not None)
@@ -139,11 +136,9 @@ class Engine:
         store = {"limit": kv_store_limit, "expiry": kv_store_expiry, "key": kv_store_key}
         self._new_store, self._weights = partial(self._store, kv_store, store), self.target.refresh()
         self.store = self._new_store()
-        """Keys and values of prompts kept on disk."""
         self.tiers = None if kv_memory is None else self._tiers(kv_memory)
         """Where keys and values are placed, if ``kv_memory`` bounds them."""
         self.step_seconds = StepSeconds()
-        """Where the time of all steps went."""
         self._tokenizer, self._lock = tokenizer, FairLock()
         self._grammars: Grammars | None = None
         self._speller: PreTrainedTokenizerBase | None = tokenizer
@@ -159,13 +154,13 @@ class Engine:
             f"exactness={self.exactness.level!r})"
         )
 
-    def _admit(self, model: PreTrainedModel, kv_dtype: str, **whole: object) -> Scorer:
+    def _admit(self, model: PreTrainedModel, kv_dtype: str, **single_process: object) -> Scorer:
         held = kv_type(model, kv_dtype)
         if not is_sharded(model):
             return admit(model, self._runtime.self_test, held)
         from forerun.tensor_parallel import ranks  # only for a model in several processes
 
-        return ranks.admit(model, kv_dtype=held, **whole)
+        return ranks.admit(model, kv_dtype=held, **single_process)
 
     def _store(self, folder: str | Path | None, options: dict[str, Any]) -> KVStore | None:
         if folder is None:
@@ -183,9 +178,8 @@ class Engine:
         return fingerprint(self.target, self.exactness)
 
     def _refresh(self) -> int:
-        """Check whether a model has changed; call it under the lock. If so, drop the target's cached keys and values
-        and give the store a new fingerprint. Until that succeeds, nothing is generated: the next request tries
-        again."""
+        """Check under the lock whether a model has changed; if so, drop the target's cached keys and values and update
+        the store's fingerprint. Until that succeeds, nothing is generated: the next request tries again."""
         for source in self.level.planner.sources:
             if isinstance(source, Level) and source.helper:
                 source.model.refresh()
@@ -204,12 +198,12 @@ class Engine:
             return self._refresh()
 
     def weights_changed(self) -> None:
-        """Drop cached keys and values, since the model now computes others.
+        """Drop cached keys and values after a change that the engine cannot see.
 
-        Needed only after a change that the engine cannot see: single weights or rows written through ``.data``, a NumPy
-        view, or another program, between requests. All other changes are noticed when a request starts: modules,
-        adapters, hooks, settings and storage of weights; in-place operations that torch counts; and whatever changes a
-        checksum over 64 pieces of 64 bytes of each weight (all of one under 16 KiB), spread over its rows and columns.
+        These are single weights or rows written through ``.data``, a NumPy view, or another program, between requests.
+        All other changes are noticed when a request starts: modules, adapters, hooks, settings and storage of weights;
+        in-place operations that torch counts; and whatever changes a checksum over 64 pieces of 64 bytes of each weight
+        (all of one under 16 KiB), spread over its rows and columns.
         """
         with self._lock:
             self.target.renew()
@@ -223,12 +217,8 @@ class Engine:
         return Tiers(memory, self.target.device, self.target.kv, self.target.kv_dtype or self.target.model.dtype)
 
     def set_drafter(self, drafter: Drafts, settings: LongContextConfig | None = None) -> None:
-        """Replace the drafter; for the arguments see the class.
-
-        Raises:
-            ValueError: if it does not fit the target.
-            TypeError: if it is not a drafter.
-        """
+        """Replace the drafter; for the arguments see the class. Raise ValueError if it does not fit the target,
+        TypeError if it is not a drafter."""
         _check_drafter(drafter)
         setup = Setup(settings or LongContextConfig(), self.target, self._runtime, self.prune_drafts)
         level = build(drafter, setup) if isinstance(drafter, str) else self._level_over(drafter, setup)
@@ -236,11 +226,10 @@ class Engine:
         self.level = level
         """The target with its sources; see ``decoding.level``."""
         self.drafter = drafter if isinstance(drafter, str) else type(drafter).__name__
-        """The drafter's name."""
         self._spell()
 
     def _level_over(self, drafter: Source | Callable[[Setup], Source], setup: Setup) -> Level:
-        """Return a level over a source that no recipe made. A level drafts as much as it is told to."""
+        """Return a level over a source that no recipe made, which drafts as much as it is told to."""
         source = drafter if isinstance(drafter, Source) else drafter(setup)
         if not isinstance(source, Source):
             raise TypeError(f"the drafter's function returned a {type(source).__name__}; it must return a Source")
@@ -251,8 +240,8 @@ class Engine:
     def _cache(
         self, tokens: int, shareable: bool = False, releases: bool = False, reserve: DeviceReserve | None = None
     ) -> FullCache:
-        """Return a cache with room for ``tokens`` tokens; see ``FullCache``. It leaves ``reserve`` free where memory is
-        bounded."""
+        """Return a cache with room for ``tokens`` tokens; see ``FullCache``. It leaves ``reserve`` free on a bounded
+        device."""
         if self.tiers is None:
             return self.target.adopt(FullCache(tokens, shareable, releases))
         return self.target.adopt(self.tiers.cache(tokens, shareable, releases, reserve))
@@ -304,7 +293,7 @@ class Engine:
             streamer: a transformers streamer; for one sequence only.
             tokenizer: for this call; by default the engine's.
             budget: maximum nodes of a draft, if below the engine's; 0 for no drafts.
-            options: see ``GenerationOptions``: everything that ``model.generate`` takes, and Forerun's options.
+            options: see ``GenerationOptions``: those of ``model.generate``, and Forerun's.
 
         Raises:
             ValueError: for an invalid option.
@@ -336,8 +325,7 @@ class Engine:
             yield from commits if tokenizer is None else with_texts(commits, tokenizer)
 
     def warm(self, texts: Sequence[Prompts], namespace: str = "default") -> None:
-        """Index sequences as if the model had generated them in ``namespace``; raise ValueError if the drafter has no
-        trie."""
+        """Index sequences as if the model had generated them in ``namespace``; raise ValueError without a trie."""
         rows = [row for text in texts for row in encode(text, self.tokenizer)]
         if rows:
             with self._lock:
@@ -385,7 +373,6 @@ class Engine:
         """Prefill all tokens but the last, into a cache for ``run``.
 
         Args:
-            tokens: at least one.
             room: further tokens that a new cache can hold without being copied.
             on_prefill: called with tokens done and to do.
             cache: one that holds the first of the tokens, to continue; by default a new one.
@@ -413,14 +400,13 @@ class Engine:
         Closing the iterator early leaves every request with the tokens committed so far.
 
         Args:
-            requests: fresh ones.
             on_prefill: called with prompt tokens done and to do.
             caches: one per request, which holds the first tokens of its prompt (none, up to all but the last) and then
                 the output. Truncate it to continue the prompt again without a prefill. Its content must come from the
                 current model; see ``model_version``.
 
         Raises:
-            ValueError: if a cache holds the whole prompt or more.
+            ValueError: if a cache holds the complete prompt.
             Exception: a request's error, after the others have ended; also ``Request.error``.
         """
         commits = self._run(requests, on_prefill, caches)
@@ -483,22 +469,13 @@ class Engine:
         return Batch(step, self._lock, chunk, limit, sharing, self._cache, free, offloaded_chunks, pacing)
 
     def save_trie(self, path: str | Path) -> None:
-        """Save the drafter's index to a file, replacing any existing one.
-
-        Raises:
-            ValueError: if the drafter has no trie, or the engine no tokenizer.
-            OSError: if the file cannot be written.
-        """
+        """Save the drafter's index to a file, replacing any existing one. Raise ValueError without a trie or a
+        tokenizer, OSError if the file cannot be written."""
         trie_of(self.level).save(Path(path), self._vocabulary())
 
     def load_trie(self, path: str | Path) -> None:
-        """Replace the drafter's index by one from ``save_trie``.
-
-        Raises:
-            ValueError: if the drafter has no trie, the engine no tokenizer, or the file is damaged or of another
-                tokenizer.
-            OSError: if the file cannot be read.
-        """
+        """Replace the drafter's index by one from ``save_trie``. Raise ValueError without a trie or a tokenizer, or if
+        the file is damaged or of another tokenizer, OSError if it cannot be read."""
         trie_of(self.level).load(Path(path), self._vocabulary())
 
     @property
@@ -515,12 +492,11 @@ class Engine:
         return vocabulary_of(self._tokenizer)
 
     def flush(self) -> None:
-        """Wait until the store has written everything."""
         if self.store is not None:
             self.store.flush()
 
     def close(self) -> None:
-        """Write everything to the store, and keep nothing more. Programs that end without ``close`` wait for the same.
+        """Write everything to the store, and keep nothing more; programs that end without ``close`` wait for this too.
         If new prefixes were stored, all weights are hashed again, and these prefixes are removed if the weights have
         changed since the store was opened."""
         if self.store is not None:

@@ -40,12 +40,11 @@ Result = TypeVar("Result")
 
 KV_FILE_SUFFIX, UNFINISHED_SUFFIX = ".safetensors", ".unfinished"
 OWNER_PREFIX = "of-"
-"""Prefix of a tenant's folder."""
 STAT_BLOCK_BYTES = 512
 """Block size in which POSIX counts disk usage."""
 MIN_STORED_TOKENS = 512
-"""Minimum tokens to store. A shorter prefix is prefilled in about the time needed to write, find and verify a file, and
-a server would write one per question."""
+"""Minimum tokens to store. A shorter prefix is prefilled as fast as a file is written, found and verified, and a server
+would write one per question."""
 GROWTH_DIVISOR = 8
 """Write a prefix again if at least 1/8 of it is new. So a growing conversation is written a few times, and a question
 about a book does not rewrite the book."""
@@ -61,8 +60,6 @@ StoredText = tuple[str, int]
 
 @dataclass(frozen=True)
 class _PendingText:
-    """A prefix being written."""
-
     keys: Keys
     layers: dict[int, Rows]
     length: int
@@ -74,7 +71,6 @@ class KVStore:
     folder, and threads the store.
 
     Args:
-        folder: created if missing.
         mark: a fingerprint; prefixes with another one are invisible.
         limit: maximum bytes on disk; by default a quarter of the space that is free or used by the store.
         expiry: seconds after their last use until prefixes are removed; None to keep them.
@@ -133,8 +129,8 @@ class KVStore:
         return None
 
     def keep(self, keys: Keys, namespace: str, chunk: int, cache: FullCache) -> StoredText | None:
-        """Store a prompt's prefix, unless most of it is stored; drop a shorter one that it contains. Return the file
-        that holds all or most of it, or None if none will.
+        """Store a prompt's prefix, unless most of it is stored, and drop a shorter one that it contains; return the
+        file that holds all or most of it, or None.
 
         The cache may continue meanwhile: its committed tokens do not change. ``keys`` are those of its chunks, of
         ``chunk`` tokens.
@@ -160,8 +156,8 @@ class KVStore:
         return None
 
     def add_state(self, name: str, part: str, tensors: Tensors) -> None:
-        """Store the tensors of a view (``View.state_name``) over a stored prefix, unless they are stored. They must not
-        change any more."""
+        """Store the tensors of a view (``View.state_name``) over a stored prefix, unless stored; they must not change
+        any more."""
         beside = _part(name, part)
         if tensors:
             self._write(lambda: self._put(beside, tensor_areas(tensors), {}, after=name))
@@ -198,7 +194,6 @@ class KVStore:
         return sorted(shared, key=lambda item: -item[1])
 
     def _stored_keys(self, space: str) -> dict[str, Keys]:
-        """Return a namespace's prefixes, stored or being written."""
         names = dict.fromkeys(self._files.names(space))
         for name in list(self._texts):  # a copy, because the writer's thread changes it
             if name.startswith(space) and name not in names:
@@ -311,8 +306,8 @@ def _split(keys: str) -> Keys:
 
 
 class DiskLRU:
-    """Files by name: ``folder/.../group.safetensors`` or ``folder/.../group.part.safetensors``. The files of a group
-    are evicted together.
+    """Files by name: ``folder/.../group.safetensors`` or ``folder/.../group.part.safetensors``; a group is evicted
+    together.
 
     Args:
         folder: created if missing, for its owner alone.
@@ -335,12 +330,8 @@ class DiskLRU:
             self._make_room(0)
 
     def put(self, name: str, size: int, write: Callable[[int], None]) -> bool:
-        """Write a file of ``size`` bytes, replacing any of this name; return False if it exceeds the limit. ``write``
-        fills an empty file, given its descriptor.
-
-        Raises:
-            OSError: if it cannot be written; nothing of it is left.
-        """
+        """Write a file of ``size`` bytes by ``write``, which receives an empty file's descriptor, replacing any of this
+        name; return False if it exceeds the limit. If writing raises OSError, nothing is left."""
         if size > self.limit:
             return False
         path = self.folder / name
@@ -396,7 +387,6 @@ class DiskLRU:
         return sum(size for _, size, _ in self._files())
 
     def _files(self, within: str = "") -> Iterator[tuple[Path, int, int]]:
-        """Yield all files in a folder with their disk usage, and when they were last used."""
         for path in (self.folder / within).rglob(f"*{KV_FILE_SUFFIX}"):
             with suppress(FileNotFoundError):
                 stat = path.stat()
@@ -443,5 +433,4 @@ class DiskLRU:
 
 
 def _owner(group: Path) -> str:
-    """Return the folder of the tenant who owns a group."""
     return next((part for part in group.parts if part.startswith(OWNER_PREFIX)), "")

@@ -31,12 +31,10 @@ simulation."""
 
 
 class PrefillPacing:
-    """When steps work on prompts, and for how many tokens: prefill, or preparing drafts. ``beside`` is the duration of
-    a step with prefill, in decode-only steps.
+    """When steps work on prompts, and for how many tokens: prefill, or preparing drafts.
 
-    Attributes:
-        first: chunk length of a new prompt: the last one's, without which a series of short prompts would be prefilled
-            whole. None at first.
+    ``beside`` is the duration of a step with prefill, in decode-only steps. ``first`` is the chunk length of a new
+    prompt, the last one's: otherwise each of many short prompts would be prefilled in one step.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, beside: float = STEPS_BESIDE) -> None:
@@ -46,7 +44,7 @@ class PrefillPacing:
         self._since = RECENT_STEPS  # steps that worked on prompts
 
     def works(self, beside: bool) -> bool:
-        """Whether the next step may work on prompts; ``beside``: with rows that decode."""
+        """Return whether the next step may work on prompts; ``beside``: with rows that decode."""
         return not beside or self._since < RECENT_STEPS
 
     @property
@@ -68,7 +66,7 @@ class PrefillPacing:
             self._since = 0
 
     def adjusted(self, tokens: int, extra: float, most: int, used: float = 1.0) -> int:
-        """Return how many tokens of a prompt the next step works on.
+        """Return how many prompt tokens the next step works on.
 
         Args:
             tokens: the limit of the last step.

@@ -40,7 +40,6 @@ Keys = Sequence[bytes]
 """A prompt's chunks but the last; each key identifies the prefix up to a chunk's end."""
 
 KEY_BYTES = 16
-"""Bytes per key."""
 SHOWN_TOKENS = 16
 """Tokens in a ``PrefixBreak``: about a line of text."""
 
@@ -65,7 +64,7 @@ def common(a: Keys, b: Keys) -> int:
 
 
 class _Kept(NamedTuple):
-    """A cached prefix: keys of its whole chunks, keys and values, the namespace that may use it, and its ids, a
+    """A cached prefix: keys of its complete chunks, keys and values, the namespace that may use it, and its ids, a
     thousandth of the size."""
 
     keys: Keys
@@ -75,12 +74,9 @@ class _Kept(NamedTuple):
 
 
 class PrefixCache:
-    """Prefixes of prompts, up to ``limit`` bytes. Evicts the least recently used one of the largest tenant. Each may
-    keep a file open, so their number is at most half the process's limit of open files.
-
-    Raises:
-        ValueError: for a negative limit.
-    """
+    """Prefixes of prompts, up to ``limit`` bytes; evicts the least recently used one of the largest tenant. Each
+    may keep a file open, so their number is at most half the limit of open files. Raises ValueError for a negative
+    limit."""
 
     def __init__(self, limit: int = 0) -> None:
         if limit < 0:
@@ -111,8 +107,7 @@ class PrefixCache:
         return self._entries[best].beginning, most, lengths[best]
 
     def prefix_break(self, request: Request) -> PrefixBreak | None:
-        """Return where a prompt diverges from its namespace's prefix with the most common tokens; None if one extends
-        the other, or there is none."""
+        """Return where a prompt diverges from its namespace's most similar prefix; None if one extends the other."""
         ids = request.prompt
         others = [kept.tokens for kept in self._entries.values() if kept.namespace == request.namespace]
         lengths = [_common_tokens(ids, tokens) for tokens in others]
@@ -144,7 +139,7 @@ class PrefixCache:
             self._trim()
 
     def count(self, hits: int, misses: int) -> None:
-        """Count a lookup: tokens of whole chunks found, and not found."""
+        """Count a lookup: tokens of complete chunks found, and not found."""
         self.hits += hits
         self.misses += misses
 
@@ -171,7 +166,6 @@ def _common_tokens(a: IntArray, b: IntArray) -> int:
 
 
 def _files() -> int:
-    """Return half the limit of open files."""
     try:
         import resource
     except ImportError:  # not on Windows
@@ -235,12 +229,11 @@ class PrefixSharing:
             self._unkept.add(row)
 
     def shares(self, request: Request) -> bool:
-        """Whether other rows are likely to start from this request's cache."""
+        """Return whether other rows are likely to start from this request's cache."""
         return self._store is None and self._prefixes.limit > 0 and request.prompt_length > self.chunk
 
     def keeps(self, request: Request, token_bytes: int) -> bool:
-        """Whether a request's prompt may be kept for later ones, at ``token_bytes`` bytes of keys and values per
-        token."""
+        """Return whether a prompt may be kept for later ones, at ``token_bytes`` bytes of keys and values per token."""
         if self._store is not None:
             return True
         return request.prompt_length > self.chunk and request.prompt_length * token_bytes <= self._prefixes.limit
@@ -251,7 +244,7 @@ class PrefixSharing:
             self._store.find(keys_of(request, self.chunk), request.namespace)
 
     def waits(self, row: BatchRow) -> bool:
-        """Whether another row is about to prefill what this one needs next."""
+        """Return whether another row is about to prefill what this one needs next."""
         return row in self._leaders
 
     def read(self, row: BatchRow) -> None:
@@ -266,8 +259,8 @@ class PrefixSharing:
                 self._keep(row, self._keys[row])
 
     def leave(self, row: BatchRow) -> None:
-        """Remove a row. Its followers take over what it prefilled and look for another; its answer and its views' state
-        are kept."""
+        """Remove a row, and keep its answer and its views' state. Its followers start from what it prefilled and look
+        for another."""
         self._leaders.pop(row, None)
         keys = self._keys.pop(row, ())
         if row in self._unkept:
@@ -303,15 +296,15 @@ class PrefixSharing:
         if not self._anywhere or self._store is not None or request.error is not None or not cache.shared_length:
             return None
         try:
-            whole = cache.grow_prefix()
+            grown = cache.grow_prefix()
         except NO_MEMORY as error:
             log.warning("no memory to keep an answer: %s", error)
             return None
-        if whole is None:
+        if grown is None:
             return None
-        tokens = request.tokens[: whole.length]
+        tokens = request.tokens[: grown.length]
         keys = _keys(tokens, request.namespace, self.chunk)
-        self._prefixes.keep(keys, whole, request.namespace, tokens)
+        self._prefixes.keep(keys, grown, request.namespace, tokens)
         return keys
 
     def _note(self, row: BatchRow, keys: Keys) -> None:

@@ -20,11 +20,9 @@ from forerun.tensor_parallel.ranks import Follower, Leader
 def on_all_ranks(
     target: Scorer, requests: Sequence[Request], commits: Generator[Commit, None, None]
 ) -> Generator[Commit, None, None]:
-    """Run alike on all ranks, with equal ``requests``: rank 0 decides tokens, ends, statistics and seeds.
-
-    Other ranks do not start ``commits``; they yield one when rank 0 makes its next pass. If rank 0's run fails or is
-    interrupted, theirs are too.
-    """
+    """Run alike on all ranks, with equal ``requests``: rank 0 decides tokens, ends, statistics and seeds. Other
+    ranks do not start ``commits``; they yield one when rank 0 makes its next pass, and fail or are interrupted
+    with rank 0."""
     if isinstance(target, Follower):
         yield from _follow(target, requests)
     else:
@@ -56,7 +54,7 @@ def _follow(target: Follower, requests: Sequence[Request]) -> Iterator[Commit]:
                 place, tokens, reason, *rest = parts
                 requests[place].take(tokens, reason)
                 yield Commit(requests[place], tokens, *rest)
-    finally:  # a caller that stops early still takes part in rank 0's passes
+    finally:  # a caller that stops early still runs rank 0's passes
         for _ in entries:
             pass
         for request, state in zip(requests, end, strict=False):
@@ -64,7 +62,6 @@ def _follow(target: Follower, requests: Sequence[Request]) -> Iterator[Commit]:
 
 
 def _digest(requests: Sequence[Request]) -> str:
-    """Return a digest that is equal if ranks have equal requests, up to seeds."""
     digest = hashlib.blake2b()
     for request in requests:
         digest.update(repr((request.prompt.tolist(), request.max_new_tokens, request.sampler.method)).encode())

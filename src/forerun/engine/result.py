@@ -22,11 +22,9 @@ class Commit:
     """The tokens that one step added to a request.
 
     Attributes:
-        request: the request.
         tokens: none if the request failed.
         drafted: how many of them, from the first on, were accepted drafts.
         proposed: nodes of the draft that the step verified.
-        origins: the ``Origin`` of each token.
         seconds: duration of the step; of the first one, since admission.
         text: the tokens as complete characters, from ``Engine.stream`` with a tokenizer; a character comes with its
             last token. Joined, a request's texts are its output without special tokens.
@@ -43,8 +41,7 @@ class Commit:
 
 @dataclass(frozen=True, repr=False)
 class GenerationResult:
-    """Continued prompts, in order (``num_return_sequences`` in a row for each); ``pad_token_id`` fills ``sequences``
-    after an end."""
+    """Continued prompts, in order (``num_return_sequences`` in a row for each); ``pad_token_id`` pads ``sequences``."""
 
     requests: Sequence[Request]
     pad_token_id: int = 0
@@ -66,7 +63,6 @@ class GenerationResult:
 
     @property
     def texts(self) -> list[str]:
-        """The new text of each sequence, without special tokens."""
         if self.tokenizer is None:
             raise ValueError("there is no tokenizer; give the engine one, or decode `generated` yourself")
         return [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in self.generated]
@@ -124,14 +120,14 @@ def feed(
     commits: Iterable[Commit],
     prompt: torch.Tensor | None,
 ) -> None:
-    """Run to the end, passing tokens to a streamer as transformers does: first the prompt, ``[1, t]``, unless it is
-    None because the streamer has it. Raise ValueError for a streamer with more than one request."""
+    """Run to the end, passing tokens to a streamer as transformers does: first the prompt, ``[1, t]``, unless the
+    streamer has it (None). Raise ValueError for a streamer with more than one request."""
     if streamer is None:
         for _ in commits:
             pass
         return
     if len(requests) != 1:
-        raise ValueError(f"a streamer takes one sequence; there are {len(requests)}")
+        raise ValueError(f"a streamer supports one sequence; there are {len(requests)}")
     if prompt is not None:
         streamer.put(prompt.cpu())
     for commit in commits:

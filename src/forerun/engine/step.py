@@ -31,16 +31,14 @@ class BatchRow(Row):
     Attributes:
         chunk: maximum tokens of a chunk.
         whole: whether all chunks but the last share one pass; see ``Scorer.reads_whole``.
-        pass_tokens: maximum tokens of such a pass, in whole chunks; None for no limit.
-        fixed: whether each whole chunk is one pass, however long it runs; see ``Scorer.prompt_chunk``.
+        pass_tokens: maximum tokens of such a pass, a multiple of the chunk; None for no limit.
+        fixed: whether each complete chunk is one pass, at any duration; see ``Scorer.prompt_chunk``.
         own: whether the cache was made for this row, and is freed with it.
         reads, prepares: prompt tokens per step, for prefill and for preparing drafts, alongside decoding rows; see
             ``PrefillPacing``.
         drafting: whether the drafter has the cache, because only the last chunk is left to prefill.
         ready: whether the drafter has finished its prefill.
         served: number of the step that last prefilled a chunk.
-        admitted: when, in seconds.
-        begun: whether its first step is done.
     """
 
     cache: FullCache = field(kw_only=False)
@@ -86,7 +84,7 @@ class BatchRow(Row):
         return Block(self.pending[:tokens], DraftTree.empty(), self.cache.length, whole)
 
     def stepped(self, times: StepTimes, seconds: float) -> float:
-        """Record a step of ``seconds``, and return how long its tokens took: the first step ends the prefill."""
+        """Record a step of ``seconds``; return how long its tokens ran: the first step ends the prefill."""
         stats = self.request.stats
         if self.begun:
             stats.add_seconds(*times)
@@ -99,9 +97,8 @@ class BatchRow(Row):
 class StepSeconds:
     """Where the time of an engine's steps went, all rows together, without overlap.
 
-    Attributes:
-        read: prefill, by target and drafter. A pass over prompts and drafts is split by tokens.
-        propose, score, verify: drafting, passes over drafts, and verifying and committing.
+    ``read`` is prefill, by target and drafter; a pass over prompts and drafts is split by tokens. ``propose``,
+    ``score`` and ``verify`` are drafting, passes over drafts, and verifying and committing.
     """
 
     read: float = 0.0
@@ -118,7 +115,6 @@ class StepSeconds:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Count this context's time as prefill."""
         began = time.perf_counter()
         try:
             yield
@@ -127,7 +123,6 @@ class StepSeconds:
 
     @property
     def total(self) -> float:
-        """Seconds of all parts."""
         return self.read + self.propose + self.score + self.verify
 
 
@@ -139,7 +134,6 @@ class DecodingStep:
         level: the target, which decides what is generated, and its sources.
         budget: maximum nodes of a row's tree, without the tokens that a grammar forces.
         closed: whether no rows replace those that end, so that the end of the last one counts.
-        seconds: receives the time of its steps.
     """
 
     level: Level
@@ -150,13 +144,8 @@ class DecodingStep:
     def __call__(
         self, decoding: Sequence[BatchRow], reading: Mapping[BatchRow, int], budgets: Mapping[int, int] = {}
     ) -> list[Commit]:
-        """Take the step; return a commit for each row that decodes and each row that failed.
-
-        Args:
-            decoding: rows that decode.
-            reading: rows in prefill, with the tokens of their next chunk.
-            budgets: see ``Batch.step``.
-        """
+        """Run the step over rows that decode (``decoding``) and rows in prefill (``reading``, with the tokens of their
+        next chunk); return a commit for each row that decodes and each row that failed."""
         began = time.perf_counter()
         limits, prompts = list[int](), sum(reading.values())
         for row in decoding:

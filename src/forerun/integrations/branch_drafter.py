@@ -1,4 +1,4 @@
-"""Drafts for other engines: whole trees, or the best branch of one."""
+"""Drafts for other engines: trees, or the best branch of one."""
 
 from __future__ import annotations
 
@@ -38,11 +38,8 @@ class TrieFile:
 
 
 class BranchDrafter:
-    """A trie that indexes an engine's requests and drafts their continuations.
-
-    ``saves``: whether this process writes the trie file. Raises ValueError if that is damaged or has another
-    vocabulary, and OSError if it cannot be read.
-    """
+    """A trie that indexes an engine's requests and drafts their continuations. ``saves``: whether this process writes
+    the trie file. Raises ValueError if that is damaged or has another vocabulary, and OSError if it cannot be read."""
 
     def __init__(self, settings: DraftSettings, saves: bool = True) -> None:
         self.settings = settings
@@ -64,10 +61,8 @@ class BranchDrafter:
             self._saving = weakref.finalize(self, keeper.close)  # also at interpreter exit
 
     def step(self, rows: Sequence[RowText], lengths: Sequence[int]) -> list[list[int]]:
-        """Index the new tokens and draft the next ones, at most ``lengths``; return token ids by row.
-
-        Raises the errors of ``FollowedTexts.follow``.
-        """
+        """Index the new tokens and draft the next ones, at most ``lengths``; return token ids by row, or raise as
+        ``FollowedTexts.follow``."""
         trees = self.trees(rows, [TREE_NODES_PER_TOKEN * length for length in lengths], lengths)
         return [best_branch(tree, self.settings.least_probability) for tree in trees]
 
@@ -78,10 +73,9 @@ class BranchDrafter:
         depths: Sequence[int],
         recycled: Sequence[RecycledRows] = (),
     ) -> list[Draft]:
-        """Index the new tokens and draft a tree per row, with the errors of ``FollowedTexts.follow``.
+        """Index the new tokens and draft a tree per row, or raise as ``FollowedTexts.follow``.
 
         Args:
-            rows: all rows of the step.
             nodes, depths: limits of each tree.
             recycled: by row of the last step, the top tokens of its logits; empty, or one entry per row.
 
@@ -111,9 +105,7 @@ def likely(draft: Draft, least: float) -> Draft:
 
 def best_branch(draft: Draft, least: float) -> list[int]:
     """Return the branch with the most expected accepted tokens, of nodes with a probability of at least ``least``.
-
-    ``draft`` has parents first; no node is likelier than its parent.
-    """
+    ``draft`` has parents first; no node is likelier than its parent."""
     draft = likely(draft, least)
     expected, parents = draft.probability.tolist(), draft.parents.tolist()
     for node, parent in enumerate(parents):

@@ -37,8 +37,10 @@ class DraftSettings:
             _require(name, getattr(self, name), isinstance(getattr(self, name), str), "a string")
         _require("share", self.share, isinstance(self.share, bool), "true or false")
         _require("save_seconds", self.save_seconds, _between(self.save_seconds, 0, 1e6), "0 to 1e6 seconds")
-        whole = isinstance(self.capacity, int)
-        _require("capacity", self.capacity, whole and _between(self.capacity, 1 << 16, 1 << 36), "2**16 to 2**36 bytes")
+        integral = isinstance(self.capacity, int)
+        _require(
+            "capacity", self.capacity, integral and _between(self.capacity, 1 << 16, 1 << 36), "2**16 to 2**36 bytes"
+        )
         _require("least_probability", self.least_probability, _between(self.least_probability, 0, 1), "0 to 1")
         if self.trie is not None:
             _require("trie", self.trie, isinstance(self.trie, str | os.PathLike) and bool(str(self.trie)), "a path")
@@ -56,10 +58,8 @@ class DraftSettings:
 
     @classmethod
     def from_values(cls, values: object, **defaults: Any) -> DraftSettings:
-        """Make settings from a user's values, such as a JSON object.
-
-        Raises ValueError for anything but an object, an unknown name, or a value that is not allowed.
-        """
+        """Make settings from a user's values, such as a JSON object; raise ValueError for anything but an object, an
+        unknown name, or a value that is not allowed."""
         if not isinstance(values, Mapping):
             raise ValueError(f"Forerun's settings are {values!r}; allowed: an object of names and values")
         known = [field.name for field in fields(cls)]
@@ -70,7 +70,7 @@ class DraftSettings:
 
 
 def checked_length(name: str, length: object) -> int:
-    """Return the draft length in tokens; raise a ValueError if it is not 1 to 1024."""
+    """Return the draft length in tokens; raise ValueError unless it is 1 to 1024."""
     if not isinstance(length, int) or not 1 <= length <= 1024:
         raise ValueError(f"{name} is {length!r}; allowed: 1 to 1024")
     return length

@@ -33,11 +33,8 @@ class ForerunDraft(LlamaDraftModel):  # type: ignore[misc]  # the engine may be 
         self._text = self._draft = np.empty(0, np.intc)
 
     def __call__(self, input_ids: Tokens, /, **kwargs: Any) -> Tokens:
-        """Draft up to ``draft_tokens`` token ids, intc.
-
-        ``input_ids`` is the sequence, intc ``[n]``, including its newest token. Raises ValueError, and indexes nothing,
-        if a token is not in [0, 2**31).
-        """
+        """Draft up to ``draft_tokens`` token ids, intc. ``input_ids`` is the sequence, intc ``[n]``, with its newest
+        token. Raise ValueError, and index nothing, if a token is not in [0, 2**31)."""
         text = np.array(input_ids, np.intc)
         if not len(text):
             return np.empty(0, np.intc)

@@ -31,7 +31,8 @@ class RowText:
     new: int
 
     @property
-    def known(self) -> npt.NDArray[np.integer[Any]]:
+    def earlier(self) -> npt.NDArray[np.integer[Any]]:
+        """Tokens before the new ones."""
         return self.text[: len(self.text) - self.new]
 
     @property
@@ -59,10 +60,8 @@ class _FollowedRequest:
 
 
 class FollowedTexts:
-    """An engine's rows, indexed in a trie. A request that is missing at a step has ended.
-
-    Requests ``share`` the namespace, or have private ones, dropped some time after their end.
-    """
+    """An engine's rows, indexed in a trie. A request that is missing at a step has ended. Requests ``share`` the
+    namespace, or have private ones, dropped some time after their end."""
 
     def __init__(self, trie: Trie, namespace: str, share: bool = True) -> None:
         self._trie, self._namespace, self._share = trie, namespace, share
@@ -73,11 +72,8 @@ class FollowedTexts:
         return sum(request is not None for request in self._requests)
 
     def follow(self, rows: Sequence[RowText]) -> list[int | None]:
-        """Index the new tokens of all rows of a step; return each row's request in the trie.
-
-        That is None for a row without a new token whose request is unknown. Raises ValueError, and indexes nothing, if
-        a token is not in [0, 2**31).
-        """
+        """Index the new tokens of all rows of a step; return each row's request in the trie, or None for a row without
+        a new token whose request is unknown. Raise ValueError, and index nothing, if a token is not in [0, 2**31)."""
         requests = self._continued(rows)
         for request, row in zip(requests, rows, strict=True):
             checked(row.added if request or not row.new else row.text.astype(np.int64))
@@ -99,11 +95,11 @@ class FollowedTexts:
         left = {place: request for place, request in enumerate(self._requests) if request is not None}
         continued: list[_FollowedRequest | None] = [None] * len(rows)
         for place, row in enumerate(rows):
-            if place in left and left[place].has_text(row.known):
+            if place in left and left[place].has_text(row.earlier):
                 continued[place] = left.pop(place)
         for place, row in enumerate(rows):
             if continued[place] is None:
-                moved = next((old for old, request in left.items() if request.has_text(row.known)), None)
+                moved = next((old for old, request in left.items() if request.has_text(row.earlier)), None)
                 continued[place] = None if moved is None else left.pop(moved)
         return continued
 
@@ -112,5 +108,5 @@ class FollowedTexts:
             return None
         self._begun += 1
         namespace = self._namespace if self._share else f"{self._namespace}/{self._begun}"
-        self._trie.begin(self._begun, namespace, row.known.astype(np.int64), INITIAL_TOKENS)
-        return _FollowedRequest(self._begun, row.known)
+        self._trie.begin(self._begun, namespace, row.earlier.astype(np.int64), INITIAL_TOKENS)
+        return _FollowedRequest(self._begun, row.earlier)

@@ -58,7 +58,6 @@ class ForerunWorker(NGRAMWorker):  # type: ignore[misc]  # the engine may be mis
         return result
 
     def close(self) -> None:
-        """Save the trie. SGLang does not call this; it also happens at interpreter exit."""
         self._drafter.close()
 
     def _prepare_draft_tokens(self, batch: Any) -> tuple[IntArray, BoolArray]:
@@ -81,9 +80,7 @@ class ForerunWorker(NGRAMWorker):  # type: ignore[misc]  # the engine may be mis
 
     def _texts(self, batch: Any) -> list[IntArray]:
         """Return each row's tokens, including the last step's, which the requests lack with overlapped scheduling.
-
-        Prompts are lists, which cost milliseconds to convert, so each is converted once.
-        """
+        Prompts are lists, which cost milliseconds to convert, so each is converted once."""
         came: list[Sequence[int]] = [()] * len(batch.reqs)
         if self.enable_overlap and not batch.grammar_needs_sync():
             tokens = batch.spec_info.accept_tokens.cpu().numpy().reshape(len(batch.reqs), self.draft_token_num)

@@ -1,4 +1,4 @@
-"""A draft tree of fixed size, with its ancestor mask, for engines that verify whole trees."""
+"""A draft tree of fixed size, with its ancestor mask, for engines that verify trees."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ BoolArray = npt.NDArray[np.bool_]
 
 
 class VerifiedTree:
-    """A tree in SGLang's layout: the sequence's last token, the drafted nodes, and padding to a fixed size.
-
-    Padding is token 0 under the root, as in SGLang's own drafts. It is verified like any other node.
+    """A tree in SGLang's layout: the sequence's last token, the drafted nodes, and padding to a fixed size. Padding is
+    token 0 under the root, as in SGLang's own drafts, and verified like any other node.
 
     Args:
-        text: the row's tokens, at least one.
         draft: its nodes, parents first, fewer than ``size``.
         vocabulary: number of the model's tokens. Larger ids, as from another model's trie file, become 0.
     """

@@ -40,8 +40,8 @@ class ForerunProposer:
     def __init__(self, vllm_config: Any) -> None:
         if vllm_config.use_v2_model_runner:
             raise ValueError(
-                "VLLM_USE_V2_MODEL_RUNNER is true; allowed: 0 or unset, as vLLM's second model runner takes no proposer"
-                " from outside"
+                "VLLM_USE_V2_MODEL_RUNNER is true; allowed: 0 or unset, as vLLM's second model runner accepts no "
+                "external proposer"
             )
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         if model.enable_prompt_embeds:
@@ -68,7 +68,6 @@ class ForerunProposer:
             sampled_token_ids: by row, the step's new tokens; empty during prefill.
             num_tokens_no_spec: tokens of each row, including the new ones, int ``[at least rows]``.
             token_ids_cpu: the rows, int ``[at least rows, at least max_model_len]``; not read after a row's tokens.
-            slot_mappings: not read.
 
         Returns:
             By row, up to ``num_speculative_tokens`` ids. The row, its draft and one more token fit ``max_model_len``.
@@ -90,5 +89,4 @@ class ForerunProposer:
         return [list(takewhile(lambda token: token < self._vocabulary, draft)) for draft in drafts]
 
     def close(self) -> None:
-        """Save the trie. vLLM does not call this; it also happens at interpreter exit."""
         self._drafter.close()

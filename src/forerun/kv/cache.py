@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from forerun.core.block import Block
-from forerun.core.pinned import brought
+from forerun.core.pinned import to_device
 from forerun.core.tree import IntArray
 from forerun.kernels.attention.attention import AttentionSpec, Rows, attend_in_order
 from forerun.kernels.runtime.addresses import head_rows
@@ -25,24 +25,23 @@ if TYPE_CHECKING:
     from forerun.kv.full_cache import FullCache
 
 READ_BLOCK = 512
-"""Maximum prompt tokens in one pass."""
 ROLLBACK_TOKENS = 64
-"""Speculative tokens that draft caches can roll back by default: more than the usual draft length."""
+"""Draft tokens that draft caches can roll back by default: more than the usual draft length."""
 MIN_SLACK_TOKENS = 512
-"""Minimum tokens kept beyond a window, for rolling back. It is one block of a prompt, and more than a block of
-attention, which is read whole if a window starts inside it."""
+"""Minimum tokens beyond a window that are kept for rolling back: a prompt block, and more than a block of attention,
+which is read entirely if a window starts inside it."""
 
 
 CACHE_OPERATIONS = ("begin_with", "blank", "commit", "prepare", "share", "skip", "sync", "truncate", "verified")
 """Methods that change a cache between passes."""
 OperationLog = Callable[["Cache", str, tuple[Any, ...], object], None]
-"""Receives a cache, the name of an operation, its arguments and its result."""
+"""Receives a cache, an operation's name, its arguments and its result."""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """One layer's keys and values of a token: KV heads, size of a head's key and value, bytes per number, and the
-    window as in ``AttentionSpec``."""
+    """One layer's keys and values of a token: KV heads, key and value size, bytes per number; window as
+    ``AttentionSpec``."""
 
     heads: int
     dim: int
@@ -81,7 +80,6 @@ class Addresses:
 
     Attributes:
         layers: addresses of the keys and values of each layer that has any, int64 ``[layers, 2]``.
-        strides: in bytes: heads and rows of keys, heads and rows of values.
         place: index of the block's first token in this memory. The block sees all tokens before it.
         topk: one row of ``TopkFields`` per layer, int64, with 0 in the fields that depend on the pass. None if queries
             select no chunks.
@@ -104,12 +102,11 @@ class Cache(ABC):
     length: int
     """Committed tokens."""
     source: Cache | None = None
-    """The cache that a sparse view reads; None for other caches."""
+    """The cache that a sparse view reads, if this is one."""
     synced: int = 0
     """Tokens that a view's source had committed at the last ``sync``; later ones are speculative."""
     log: OperationLog | None = None
-    """Called after each successful one of ``CACHE_OPERATIONS``, so that a cache in another process can repeat it.
-    Nested operations are not logged."""
+    """Called after each of ``CACHE_OPERATIONS``, unless nested, so that a cache in another process can repeat it."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -134,7 +131,7 @@ class Cache(ABC):
         return False
 
     def prepare(self, tokens: int) -> bool:
-        """Do part of a view's first ``sync``, about as long as the target's prefill of ``tokens`` tokens; return
+        """Do part of a view's first ``sync``, in about the time of the target's prefill of ``tokens`` tokens; return
         whether all is done."""
         return True
 
@@ -142,13 +139,12 @@ class Cache(ABC):
         """Drop a view's speculative tokens, and follow its source."""
 
     def verified(self, rows: Sequence[int], drafted: int, accepted: int) -> None:  # noqa: B027
-        """Report to a view that its source has verified and committed a draft made with it; ``rows`` are indices of the
+        """Report that the source has verified and committed a draft made with this view; ``rows`` are indices of the
         accepted tokens' queries in ``source.queries``."""
 
     @property
     def position(self) -> int:
-        """The position that the model sees for the next block's first token: ``length``, unless the cache renumbers
-        tokens."""
+        """The position that the model sees for the next block's first token, if the cache renumbers tokens."""
         return self.length
 
     def store(
@@ -157,23 +153,19 @@ class Cache(ABC):
         """Write a block's keys and values; arguments as for ``attend``.
 
         Returns:
-            Keys and values that the block attends to, in order, its own last: ``[1, Hkv, m, d]`` and
-                ``[1, Hkv, m, dv]``. The layer's window measures distances in them. None if only ``attend`` can compute
-                the attention.
+            Keys and values that the block attends to, in order, its own last: ``[1, Hkv, m, d]`` and ``[1, Hkv, m,
+                dv]``. The layer's window measures distances in them. None if only ``attend`` can compute the attention.
         """
         return None
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
     ) -> torch.Tensor:
-        """Compute attention of the block's queries over the committed tokens, and over the block with its tree mask.
+        """Attend from the block's queries to the committed tokens, and to the block with its tree mask.
 
         Args:
-            layer: index of the layer.
             q: queries with rotary positions applied, ``[1, H, n, d]``.
             k, v: the block's keys (rotary positions applied) and values, ``[1, Hkv, n, d]``.
-            block: ``block.start`` equals ``length``.
-            spec: the layer's attention parameters.
 
         Returns:
             ``[1, H, n, dv]``.
@@ -184,25 +176,20 @@ class Cache(ABC):
         return attend_in_order(q, [rows], [block], spec)
 
     def recurrent(self) -> RecurrentStates:
-        """Return the states of the row's recurrent layers after ``length`` tokens; raise NotImplementedError if there
-        are none."""
+        """Return the states of the row's recurrent layers; raise NotImplementedError without any."""
         raise NotImplementedError(f"a {type(self).__name__} keeps no states of recurrent layers")
 
     def addressed(self, layers: Sequence[int], like: torch.Tensor, count: int) -> Addresses | None:
         """Make room for a block of ``count`` tokens, whose keys and values kernels write and attend to.
 
-        Args:
-            layers: of the model that have keys and values.
-            like: keys of any tokens, ``[1, Hkv, m, d]``; values have the same shape and type.
-
-        Returns:
-            None if only ``attend`` can compute the attention.
+        ``like`` are keys of any tokens, ``[1, Hkv, m, d]``; values have their shape and type. Return None if only
+        ``attend`` can compute the attention.
         """
         return None
 
     def next_read(self, goal: int) -> int:
-        """Return how many tokens to prefill next on the way to a length of ``goal``: at least 1 while
-        ``length < goal``. A cache may first skip tokens that it would evict anyway, which increases ``length``."""
+        """Return how many tokens to prefill next on the way to a length of ``goal``: at least 1 while ``length <
+        goal``. A cache may first skip tokens that it would evict anyway, which increases ``length``."""
         return goal - self.length
 
     @abstractmethod
@@ -211,8 +198,7 @@ class Cache(ABC):
 
     @abstractmethod
     def truncate(self, length: int) -> None:
-        """Drop the committed tokens from ``length`` on. Recurrent layers may have to drop more; see
-        ``RecurrentStates.truncate``."""
+        """Drop committed tokens from ``length`` on; recurrent layers may drop more."""
 
     @property
     @abstractmethod
@@ -220,7 +206,7 @@ class Cache(ABC):
         """Bytes held."""
 
     def needs(self, shape: KVShape, tokens: int) -> int:
-        """Return an upper bound of the bytes for a sequence of ``tokens`` tokens, drafts included, in advance."""
+        """Return an upper bound of the bytes for a sequence of ``tokens`` tokens, drafts included."""
         return shape.nbytes * tokens
 
 
@@ -243,8 +229,7 @@ def _logged(operation: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def append(rows: Rows | None, new: Rows, held: int, capacity: int, first: int = 0) -> Rows:
-    """Write ``new`` after the first ``held`` rows, moving to a buffer for ``capacity`` tokens if needed; see
-    ``reserve``."""
+    """Write ``new`` after the first ``held`` rows; for a new buffer, see ``reserve``."""
     end = held + new[0].shape[2]
     rows = reserve(rows, new, held, end, capacity, first)
     for room, part in zip(rows, new, strict=True):
@@ -273,8 +258,7 @@ def stacked(likes: Iterable[Rows], room: int) -> torch.Tensor | None:
 
 
 def addresses_of(rows: Sequence[Rows], index: int, topk: IntArray | None = None) -> Addresses | None:
-    """Return where kernels find each layer's keys and values; see ``Addresses``. None if strides differ, as after a
-    pass that failed half-way."""
+    """Return where kernels find each layer's keys and values; None if strides differ, as after a failed pass."""
     keys, values = rows[0]
     if any(k.stride() != keys.stride() or v.stride() != values.stride() for k, v in rows):
         return None
@@ -286,36 +270,32 @@ def compact(rows: Rows, start: int, path: Sequence[int]) -> None:
     """Move the nodes of ``path`` together. The tree starts at row ``start``; a chain needs no move."""
     if list(path) == list(range(len(path))):
         return
-    chosen = brought(torch.tensor([start + node for node in path]), rows[0].device)
+    chosen = to_device(torch.tensor([start + node for node in path]), rows[0].device)
     for t in rows:
         t[:, :, start : start + len(path)] = t.index_select(2, chosen)
 
 
 def releases(device: str) -> bool:
-    """Whether parts of memory on this type of device can be released while addresses stay."""
+    """Return whether parts of memory on this type of device can be released while addresses stay."""
     return device == "cpu" and sys.platform == "linux"
 
 
 def slack(window: int) -> int:
-    """Return the number of tokens kept beyond a window: as many as it sees."""
+    """Return the number of tokens kept beyond a window."""
     return max(window, MIN_SLACK_TOKENS)
 
 
 def most_rows(window: int) -> int:
-    """Return the maximum rows that a layer with this window keeps: it grows by its slack before it releases as much,
-    and a prompt block may come just then."""
+    """Return the maximum rows of a layer: it grows by its slack before it releases as much, and then a block may
+    come."""
     return window + 2 * slack(window) + MIN_SLACK_TOKENS
 
 
 def release(rows: Rows, first: int, last: int, file: bool) -> None:
     """Return the complete pages of rows ``first`` to before ``last`` to the operating system (``madvise``).
 
-    They remain part of the cache's memory, so that kernels and indices stay valid; they would read as zeros.
-
-    Args:
-        rows: keys ``[1, Hkv, m, d]`` and values, in this process's memory.
-        first, last: row numbers.
-        file: whether the memory is a file that only this process reads.
+    They stay in the cache's memory, read as zeros, so that kernels and indices stay valid. ``file``: the memory is a
+    file that only this process reads.
     """
     advice = mmap.MADV_REMOVE if file else mmap.MADV_DONTNEED
     for t in rows:

@@ -56,14 +56,12 @@ class FullCache(Cache):
         self._layers: dict[int, Rows] = {}
         self._store: torch.Tensor | None = None  # if all layers have one shape: [layers, 2, Hkv, capacity, d]
         self.queries: dict[int, torch.Tensor] = {}
-        """Queries of the last pass by layer, ``[1, H, n, d]``: up to ``SAMPLED_QUERIES`` of the pending tokens, evenly
-        spaced up to the last, and those of all tree nodes. Sparse caches select keys by them. Empty after
+        """Queries of the last pass by layer, ``[1, H, n, d]``: up to ``SAMPLED_QUERIES`` of the pending tokens,
+        evenly spaced up to the last, and those of all tree nodes. Sparse caches select keys by them. Empty after
         truncation."""
         self.sample: dict[int, torch.Tensor] = {}
-        """Up to ``SAMPLED_QUERIES`` queries of the last pass that had as many, or else of the longest pass. Truncation
-        keeps them."""
+        """Queries of the last pass with ``SAMPLED_QUERIES``, or else of the longest pass. Truncation keeps them."""
         self.specs: Mapping[int, AttentionSpec] = {}
-        """Each layer's attention parameters in the last pass."""
         self.views: WeakSet[View] = WeakSet()
         """Sparse caches over this one that are in use."""
         self._shared: SharedMemory | None = None  # its memory, if shareable
@@ -88,7 +86,7 @@ class FullCache(Cache):
         self.specs, self.queries = specs, {}
 
     def record_queries(self, layer: int, q: torch.Tensor, block: Block, spec: AttentionSpec | None = None) -> None:
-        """Copy a pass's queries ``[1, H, n, d]`` of a layer, and its attention parameters if they are new."""
+        """Copy a layer's queries ``[1, H, n, d]`` of a pass, and its attention parameters if they are new."""
         pending = len(block.pending)
         apart = max(1, pending // SAMPLED_QUERIES)
         first = max(0, pending - 1 - (SAMPLED_QUERIES - 1) * apart)
@@ -101,8 +99,8 @@ class FullCache(Cache):
             self.sample[layer] = kept[:, :, :count]
 
     def wants_queries(self, block: Block) -> bool:
-        """Whether to record the queries of a pass over this block, at some cost: in a prefill, if no pass had more, or
-        if a view selects by them."""
+        """Return whether to record a pass's queries: in a prefill, if no pass had more, or if a view selects by
+        them."""
         known = next(iter(self.sample.values()), None)
         more = known is None or len(block) >= known.shape[2]
         return len(block.pending) > 1 or more or any(view.uses_queries for view in self.views)
@@ -119,7 +117,7 @@ class FullCache(Cache):
         return keys, values
 
     def _check_type(self, like: torch.Tensor) -> None:
-        """Refuse rows of another type than the cached ones, as after a cast of the model."""
+        """Raise ValueError for rows of another type than the cached ones, as after a cast of the model."""
         held = next(iter(self._layers.values()), None)
         if held is not None:
             check_type(held[0].dtype, like.dtype)
@@ -148,8 +146,7 @@ class FullCache(Cache):
         return store
 
     def reserve_layers(self, likes: Mapping[int, Rows], count: int) -> Mapping[int, Rows]:
-        """Make room for ``count`` tokens after the committed ones, in layers that differ; ``likes`` are rows of each
-        layer."""
+        """Make room for ``count`` tokens after the committed ones, in layers that differ, with rows like ``likes``."""
         end = self.length + count
         self._grow(end)
         for layer, like in likes.items():
@@ -173,7 +170,6 @@ class FullCache(Cache):
         """Copy the ``count`` new rows after the committed ones to where they are stored."""
 
     def _memory(self, layers: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-        """Allocate all layers, ``[layers, 2, Hkv, >= capacity, d]``."""
         self._shared, (_, heads, _, width) = None, like.shape
         if self._shareable and like.device.type == "cpu":
             layout = Layout.of(dict.fromkeys(layers, (like, like)), self._capacity)
@@ -193,13 +189,12 @@ class FullCache(Cache):
         step = store.stride(0) * store.element_size()
         first = store.data_ptr() + step * np.arange(len(store))
         self.addresses: IntArray = np.stack((first, first + store.stride(1) * store.element_size()), 1)
-        """Addresses of each layer's keys and values, int64 ``[layers, 2]``."""
 
     def commit(self, block: Block, path: Sequence[int]) -> None:
         start = self.length + len(block.pending)
         if any(node != place for place, node in enumerate(path)):
-            whole = [(self._store.flatten(0, 2)[None],)] if self._store is not None else self._layers.values()
-            for rows in whole:
+            parts = [(self._store.flatten(0, 2)[None],)] if self._store is not None else self._layers.values()
+            for rows in parts:
                 compact(rows, start, path)
         if self._recurrent:
             self._recurrent.commit(block, path)
@@ -208,7 +203,6 @@ class FullCache(Cache):
             self._release()
 
     def _release(self) -> None:
-        """Release keys outside of sliding windows, except for some slack."""
         self._full_at = sys.maxsize if self.specs else 0
         for layer, rows in self._layers.items():
             if (spec := self.specs.get(layer)) is None or spec.window is None:
@@ -235,7 +229,7 @@ class FullCache(Cache):
         self.length = length
 
     def _keeps_all_from(self, least: int) -> None:
-        """Record that nothing is released yet that a sequence of ``least`` tokens sees."""
+        """Record that no row is released yet that a sequence of ``least`` tokens sees."""
         self._released, self._full_at, self.least = {}, 0, least
 
     def clear(self) -> None:
@@ -257,7 +251,6 @@ class FullCache(Cache):
         return self._recurrent
 
     def extend(self, layers: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Append committed tokens with given keys and values, ``[1, Hkv, m, d]`` for every layer."""
         count = {keys.shape[2] for keys, _ in layers.values()}
         if len(count) != 1 or (self._layers and set(layers) != set(self._layers)):
             raise ValueError("every layer needs keys and values of the same number of tokens")
@@ -274,15 +267,15 @@ class FullCache(Cache):
             raise ValueError(f"length is {length}; it must be between 1 and {self.length}")
         if self._prefix_length < length and self.grow_prefix() is None:
             queries, shared, length = self.queries, self._shared, self.length
-            whole = shared.prefix(length) if shared else SharedPrefix.of(self._layers, length, self._capacity)
-            self._take_over(self._described(whole), length)
+            prefix = shared.prefix(length) if shared else SharedPrefix.of(self._layers, length, self._capacity)
+            self._take_over(self._described(prefix), length)
             self.queries = queries  # of the same sequence
         assert self._prefix is not None
         return self._prefix
 
     def grow_prefix(self) -> SharedPrefix | None:
-        """Append the tokens that follow the prefix that this cache started from to the prefix's memory, and return the
-        longer prefix; None if that would need a copy of the prefix."""
+        """Append the tokens after the prefix that this cache started from to the prefix's memory, and return the longer
+        prefix; None if that would need a copy of the prefix."""
         prefix = self._prefix
         if prefix is None or self._prefix_length < prefix.length:
             return None
@@ -295,17 +288,17 @@ class FullCache(Cache):
 
     @property
     def shared_length(self) -> int:
-        """Return how many of this cache's first tokens are those of the prefix that it started from or shared."""
+        """Number of first tokens in the prefix that this cache started from or shared."""
         return self._prefix_length
 
-    def _described(self, whole: SharedPrefix) -> SharedPrefix:
-        whole.least = self.least
-        whole.add_state(RECURRENT_STATES, self._recurrent.saved_state(whole.length))
-        return whole
+    def _described(self, prefix: SharedPrefix) -> SharedPrefix:
+        prefix.least = self.least
+        prefix.add_state(RECURRENT_STATES, self._recurrent.saved_state(prefix.length))
+        return prefix
 
     def begin_with(self, prefix: SharedPrefix, length: int) -> None:
         """Replace the content by the first ``length`` tokens of a shared prefix; with recurrent layers, up to their
-        last snapshot. Does nothing if that is no more than the cache holds, or less than the prefix's ``least``."""
+        last snapshot. Do nothing if that is no more than the cache holds, or less than the prefix's ``least``."""
         states = None
         if self.stateful:
             states = self._recurrent.beginning(prefix.state(RECURRENT_STATES) or {}, length)
@@ -330,8 +323,7 @@ class FullCache(Cache):
             self._hold(list(self._layers), first.as_strided(shape, strides, first.storage_offset()))
 
     def saved_state(self, name: str) -> tuple[Tensors, int]:
-        """Return the state saved with the shared prefix by the view of this name, and how many of its tokens this cache
-        holds. Empty if there is none."""
+        """Return what this view saved with the shared prefix, or nothing, and how many prefix tokens this cache has."""
         found = self._prefix.state(name) if self._prefix is not None and self._prefix_length else None
         return (found, self._prefix_length) if found else ({}, 0)
 
@@ -356,8 +348,7 @@ class FullCache(Cache):
         return self._layers[layer][0][:, :, first:last]
 
     def read_together(self, first: int, last: int) -> torch.Tensor | None:
-        """Return a view of all layers' keys and values at some positions, ``[layers, 2, Hkv, m, d]``; None if layers
-        are not contiguous."""
+        """Return all layers' keys and values at some positions, ``[layers, 2, Hkv, m, d]``; None if not contiguous."""
         return None if self._store is None else self._store[:, :, :, first:last]
 
     @property
@@ -370,8 +361,7 @@ class FullCache(Cache):
         return self._layers[layer][0][:, :, : self.length : step]
 
     def chunks(self, layer: int, head: torch.Tensor, chunk: torch.Tensor, size: int) -> Rows:
-        """Return keys and values of chunks of ``size`` tokens, given their KV heads and numbers ``[n]``;
-        ``[n, size, d]`` each."""
+        """Return keys and values of chunks, given their KV heads and numbers ``[n]``; ``[n, size, d]`` each."""
         places = chunk[:, None] * size + torch.arange(size, device=chunk.device)
         return tuple(t[0][head[:, None], places] for t in self._layers[layer])
 

@@ -2,8 +2,8 @@
 
 Any safetensors reader can open it. In addition, the data start on a page, so that they can be mapped; each head has
 room after its tokens (a hole, without disk space), so that a cache can use the mapping as its memory; and the header
-has checksums of every run of bytes written, and of itself. CRC-32 detects damage, at 3.5 GB a second and core. Against
-tampering, a key selects HMAC (SHA-256), at some 1 GB a second.
+has checksums of every run of bytes written, and of itself. CRC-32 detects damage, at 3.5 GB/s per core. Against
+tampering, a key selects HMAC (SHA-256), at some 1 GB/s.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ HMAC_DIGITS = 32
 WRITE_BYTES = 1 << 24
 """Bytes written and checksummed at a time, while in the processor's cache."""
 MAX_HEADER_BYTES = 1 << 26
-"""Maximum header size; a larger one means damage."""
+"""A larger header means damage."""
 
 
 class DamagedFileError(ValueError):
-    """The file is truncated, altered, something else, or written with another key."""
+    """The file is truncated, altered, of another kind, or written with another key."""
 
 
 class Area(NamedTuple):
@@ -57,7 +57,6 @@ class Area(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes including the room."""
         return math.prod(self.shape) * self.tensor.element_size()
 
     def runs(self) -> Iterator[tuple[int, torch.Tensor]]:
@@ -71,8 +70,7 @@ class Area(NamedTuple):
 
 
 def text_areas(layers: Mapping[int, Rows], capacity: int) -> list[Area]:
-    """Return areas for keys and values, ``[1, Hkv, length, d]`` each, with room for a cache of ``capacity`` tokens, as
-    ``KVFile.prefix`` reads them."""
+    """Return areas for keys and values, ``[1, Hkv, length, d]`` each, with room for a cache of ``capacity`` tokens."""
     room = Layout.of(layers, capacity).capacity
     return [
         Area(f"{layer}.{name}", t, (*t.shape[:2], room, t.shape[3]))
@@ -88,16 +86,9 @@ def tensor_areas(tensors: Tensors) -> list[Area]:
 
 
 def write(file: int, areas: Sequence[Area], metadata: Mapping[str, str], key: bytes | None = None) -> None:
-    """Fill an empty file. It is complete once the start of the header, written last, is there.
+    """Fill an empty file with CPU tensors; the start of the header, written last, marks it as complete.
 
-    Args:
-        file: its descriptor.
-        areas: tensors on a CPU.
-        metadata: kept in the header.
-        key: of the checksums; None for CRC-32.
-
-    Raises:
-        OSError: such as for a full disk.
+    ``metadata`` goes into the header. Checksums use ``key``, or CRC-32 without one. Raise OSError, as for a full disk.
     """
     runs = [(begin + at, rows.contiguous()) for begin, _, area in _placed(areas) for at, rows in area.runs()]
     size = sum(area.nbytes for area in areas)
@@ -147,7 +138,6 @@ def _shapes(areas: Sequence[Area]) -> dict[str, Any]:
 
 
 def _placed(areas: Sequence[Area]) -> Iterator[tuple[int, int, Area]]:
-    """Yield where each area starts and ends, one after the other."""
     end = 0
     for area in areas:
         begin, end = end, end + area.nbytes
@@ -155,7 +145,6 @@ def _placed(areas: Sequence[Area]) -> Iterator[tuple[int, int, Area]]:
 
 
 def _put(file: int, rows: torch.Tensor, place: int) -> Iterator[memoryview]:
-    """Write rows, yielding each piece before it is written."""
     data = rows.reshape(-1).view(torch.uint8).numpy().data
     for first in range(0, len(data), WRITE_BYTES):
         piece = data[first : first + WRITE_BYTES]
@@ -170,7 +159,7 @@ def _put_bytes(file: int, data: memoryview, place: int) -> None:
 
 
 class KVFile:
-    """An open file made by ``write``, with its key and metadata; removing or renaming it changes nothing here.
+    """An open file made by ``write``, with its key and metadata; it may be removed or renamed meanwhile.
 
     Raises:
         DamagedFileError: if its header is damaged, or its size differs from the header's.
@@ -212,8 +201,7 @@ class KVFile:
         return *inode_of(self._file), self._own
 
     def verify(self) -> None:
-        """Compare all data with their checksums, on as many threads as torch uses; raise DamagedFileError if they
-        differ."""
+        """Compare all data with their checksums, on torch's threads; raise DamagedFileError if they differ."""
         data = map_private(self._file, self._size, self._first).numpy().data
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
             sums = threads.map(lambda run: _checksum([data[run[0] : run[0] + run[1]]], self._key), self._runs)

@@ -41,7 +41,7 @@ class KVMemory:
         device: bytes on the device that computes.
         host: bytes of host memory for what does not fit there; None for no limit.
         folder: for files with what fits in neither; None for no files.
-        bandwidth: bytes per second between the device and the rest, to simulate a slower link; on a CPU.
+        bandwidth: bytes per second between the device and the other tiers, to simulate a slower link; on a CPU.
         file: bytes of all files in the folder together; None for no limit but the disk's.
 
     Raises:
@@ -64,7 +64,6 @@ class KVMemory:
 
     @property
     def limits(self) -> dict[str, float]:
-        """Bytes by tier; infinity for a tier without a limit."""
         given = {"device": self.device, "host": self.host, "file": 0 if self.folder is None else self.file}
         return {tier: math.inf if limit is None else float(limit) for tier, limit in given.items()}
 
@@ -78,25 +77,19 @@ class Placement:
     """Which tiers hold a sequence's keys and values.
 
     Attributes:
-        tokens: room in tokens.
-        whole: whether all of it is on the device, in a cache that is not offloaded.
+        on_device: whether all of it is on the device, in a cache that is not offloaded.
         layers: by tier, if offloaded.
         nbytes: by tier; on the device with the buffers.
     """
 
     tokens: int
-    whole: bool
+    on_device: bool
     layers: Mapping[str, Sequence[int]]
     nbytes: Mapping[str, int]
 
 
 class DeviceReserve(NamedTuple):
-    """Device bytes that a new sequence leaves free for others.
-
-    Attributes:
-        needed: always left free.
-        wanted: further bytes left free if it can be offloaded, except for its buffers.
-    """
+    """Device bytes that a new sequence leaves free for others: ``needed`` always, ``wanted`` if it can be offloaded."""
 
     needed: int = 0
     wanted: int = 0
@@ -127,9 +120,7 @@ def place(
 
     Args:
         taken: bytes in use, by tier.
-        shape: of a token's keys and values.
         tokens: of the sequence at its longest, drafts included.
-        reserve: what it leaves free on the device.
         host_size: bytes that an allocation of this size uses on the host.
 
     Raises:
@@ -155,7 +146,6 @@ def _offloaded(
     left: int,
     host_size: Callable[[int], int],
 ) -> Placement | None:
-    """Fill the device with layers, then the lower tiers; None if they are full."""
     sizes = layer_bytes(shape, tokens)
     buffers, limits = min_device_bytes(shape, tokens), memory.limits
     stay = _fitting(sizes, list(sizes), left - buffers)
@@ -217,21 +207,17 @@ class Tiers:
             return dict(self._collect())
 
     def room_for(self, texts: Iterable[int]) -> DeviceReserve:
-        """Return what a sequence leaves free so that others of these lengths have room."""
+        """Return what a sequence must leave free for others of these lengths."""
         return DeviceReserve(sum(min(self.shape.nbytes * n, min_device_bytes(self.shape, n)) for n in texts))
 
     def placement(self, tokens: int, reserve: DeviceReserve = NO_RESERVE, empty: bool = False) -> Placement:
-        """Return where a cache would be placed now, or if ``empty`` with no memory in use; allocate nothing.
-
-        Raises:
-            NoRoomError: if it would fit nowhere.
-        """
+        """Return where a cache would be placed, in ``empty`` or current memory; raise NoRoomError if nowhere."""
         with self._lock:
             taken = dict.fromkeys(TIERS, 0) if empty else self._collect()
             return place(self.memory, taken, self.shape, tokens, reserve, self._host_size)
 
     def charge(self, nbytes: int) -> None:
-        """Count device bytes used by other things than full caches; a negative number releases them."""
+        """Count device bytes used by anything but full caches; a negative number releases them."""
         with self._lock:
             self._taken["device"] += nbytes
 
@@ -250,7 +236,7 @@ class Tiers:
             for tier, size in placed.nbytes.items():
                 self._taken[tier] += size
         try:
-            made = FullCache(tokens, shareable, releases) if placed.whole else self._offloaded(placed)
+            made = FullCache(tokens, shareable, releases) if placed.on_device else self._offloaded(placed)
         except BaseException:
             self._released.append(placed.nbytes)
             raise
@@ -259,7 +245,7 @@ class Tiers:
         return made
 
     def free(self, cache: FullCache) -> None:
-        """Free a cache's memory now. The cache cannot be read afterwards."""
+        """Free a cache's memory now; it cannot be read afterwards."""
         with self._lock:
             release = self._finalizers.pop(cache, None)
         if release is not None:
@@ -306,5 +292,5 @@ class Tiers:
                 os.posix_fallocate(file.fileno(), 0, size)
                 return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
         except OSError as error:
-            message = f"{size:,} bytes of keys and values cannot be kept in {self.memory.folder}"
+            message = f"{size:,} bytes of keys and values cannot be stored in {self.memory.folder}"
             raise OffloadError(error.errno, f"{message}: {error.strerror}") from error

@@ -2,7 +2,7 @@
 
 TriForce's retrieval cache selects chunks for coming tokens by earlier queries. That is too late for a sequence that
 jumps between distant places. Here every query scans all keys, in 24 dimensions of one byte each (1/21 of a key and its
-value in float32), and attends to the chunks with the best keys, in place in the target's cache. Keys lie close to a
+value in float32), and attends to the chunks with the best keys, in place in the target's cache. Keys are close to a
 low-dimensional space (Loki, Singhania et al. 2024, arXiv 2406.02542); the one chosen here best preserves the products
 of queries and keys, not the keys. A chunk scores as high as its best key. Means, and bounds by the extremes of each
 dimension (Quest, Tang et al. 2024, arXiv 2406.10774), miss the single key that a head copies from.
@@ -50,12 +50,10 @@ BUDGET_DIVISOR, LENGTH_DIVISOR = 4, 60
 """A query selects tokens for 1/4 of the budget, or 1/60 of the sequence if that is more: after a long prompt the
 target's pass is so slow that drafts may cost more. All queries of a group share their selections."""
 NEAR_GROWTH_TOKENS = 64
-"""Minimum growth of the buffer of recent tokens."""
 
 MIN_GROWTH_GROUPS = 8
-"""Minimum growth of an index, in groups of chunks."""
 SAMPLED_KEYS = 2048
-"""Maximum keys, from all over the sequence, to find the dimensions from."""
+"""Maximum keys, evenly spread, to find the dimensions from."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class LowRankConfig:
     """What a query sees.
 
     Attributes:
-        budget: maximum tokens that a query sees; a sequence up to this length is seen whole. Beyond it, each query of a
+        budget: maximum tokens that a query sees; it sees all of a shorter sequence. In a longer one, each query of a
             group (the query heads of one KV head) adds 1/4 of the budget, or 1/60 of the sequence if that is more. The
             group selects its chunks of 16 tokens together, never more than the budget. The first chunk is always seen.
         window: most recent tokens, always seen; at most 1/8 of the budget.
@@ -86,7 +84,6 @@ class LowRankConfig:
 
     @property
     def recent(self) -> int:
-        """Minimum recent tokens that are seen."""
         return max(1, min(self.window, self.budget // 8))
 
     def slots(self, length: int, group: int = 1) -> int:
@@ -96,7 +93,7 @@ class LowRankConfig:
 
 
 class LowRankCache(ChunkedView):
-    """Low-rank selection over one row's full cache, which is read, never changed."""
+    """Low-rank selection over one row's full cache, which it never changes."""
 
     def __init__(self, source: FullCache, config: LowRankConfig) -> None:
         super().__init__(source, config.budget, CHUNK_KEYS, config.recent)
@@ -104,7 +101,7 @@ class LowRankCache(ChunkedView):
         self.state_name = f"low-rank-{config.rank}"
         self._indexes = self._kept()
         self._near: dict[int, Rows] = {}  # recent and speculative tokens
-        self._fetched: dict[int, RecentChunks] = {}  # what the last query saw of an offloaded source
+        self._fetched: dict[int, RecentChunks] = {}  # the chunks that the last query selected from an offloaded source
         self._table: tuple[IntArray, IntArray] | None = None  # for the source's addresses: see _topk_table
 
     @property
@@ -168,7 +165,6 @@ class LowRankCache(ChunkedView):
         return merge(self._attend_gathered(layer, q, spec), *states, sinks=spec.sinks)
 
     def _in_place(self, q: torch.Tensor, near: Rows) -> bool:
-        """Whether a kernel can read the selected chunks in place."""
         return not self.source.offloaded and takes_topk(q, *near)
 
     def addressed(self, layers: Sequence[int], like: torch.Tensor, count: int) -> Addresses | None:
@@ -181,8 +177,7 @@ class LowRankCache(ChunkedView):
         return addresses_of(near, place, self._topk_table(layers, source))
 
     def _topk_table(self, layers: Sequence[int], source: Addresses) -> IntArray:
-        """Return one row of ``TopkFields`` per layer, recomputed when the index or the source's memory may have
-        moved."""
+        """Return one row of ``TopkFields`` per layer, cached until the index or the source's memory may move."""
         known = self._table
         if known is None or known[0] is not source.layers:
             k_strides, v_strides = source.strides[:2], source.strides[2:]
@@ -201,8 +196,8 @@ class LowRankCache(ChunkedView):
     def _attend_fetched(
         self, layer: int, q: torch.Tensor, near: Rows, block: Block, spec: AttentionSpec
     ) -> torch.Tensor:
-        """Attend to each query's chunks and its recent tokens, query by query. The source is offloaded, so only missing
-        chunks that could have some weight are copied."""
+        """Attend to each query's chunks and its recent tokens, query by query, copying only missing chunks that could
+        have some weight from the offloaded source."""
         worth, held = self.worth(layer, q), self.near
         beside = worth[:: self._indexes[layer].group]
         beside[..., 0] = torch.inf  # the first chunk is always seen
@@ -218,7 +213,7 @@ class LowRankCache(ChunkedView):
         return torch.cat(outs, 2)
 
     def _attend_gathered(self, layer: int, q: torch.Tensor, spec: AttentionSpec) -> AttentionState:
-        """Attend to each query's chunks by torch, from copies of all of them."""
+        """Attend to copies of each query's chunks, with torch."""
         worth, heads, n = self.worth(layer, q), q.shape[1], q.shape[2]
         worth[..., 0] = -torch.inf
         best, chunks = worth.topk(self.slots(layer), -1)
@@ -241,13 +236,15 @@ class LowRankCache(ChunkedView):
         return self.config.slots(self._tail, self._indexes[layer].group)
 
     def choosing(self, layer: int) -> bool:
-        """Whether queries of a layer select chunks; otherwise they see all tokens."""
+        """Return whether queries of a layer select chunks; otherwise they see all tokens."""
         return not self.whole and layer in self._indexes and self._tail // CHUNK_KEYS > self.slots(layer)
 
     def worth(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """Score each chunk for each of the queries ``[1, H, n, d]``, float32 ``[H, n, chunks]``. The queries of a group
-        select together, because what one reads costs the others nothing. A chunk's score for a query is relative to
-        that query's best chunk; for the group, it is the largest of these."""
+        """Score each chunk for each of the queries ``[1, H, n, d]``, float32 ``[H, n, chunks]``.
+
+        The queries of a group select together, because what one reads costs the others nothing. A chunk's score for a
+        query is relative to that query's best chunk; for the group, it is the largest of these.
+        """
         found, group = self._indexes[layer].worth(q[0]), self._indexes[layer].group
         if group == 1:
             return found
@@ -257,10 +254,9 @@ class LowRankCache(ChunkedView):
 
     def index_bytes(self, layer: int) -> int:
         """Return the bytes of a layer's short keys, all of which a selecting query scans."""
-        return self._indexes[layer].known_bytes if self.choosing(layer) else 0
+        return self._indexes[layer].indexed_bytes if self.choosing(layer) else 0
 
     def _write(self, layer: int, position: int, k: torch.Tensor, v: torch.Tensor) -> Rows:
-        """Write keys and values at a recent position, overwriting later ones; return all up to there."""
         place = position - self._tail
         end = place + k.shape[2]
         near = self._reserve(layer, (k, v), place, end)
@@ -269,8 +265,8 @@ class LowRankCache(ChunkedView):
         return tuple(t[:, :, :end] for t in near)
 
     def _reserve(self, layer: int, like: Rows, place: int, end: int) -> Rows:
-        """Return a layer's buffer of recent tokens with room for ``end``, and for one chunk that is read beyond; rows
-        from ``place`` on may be lost."""
+        """Return a buffer of recent tokens with room for ``end`` and a chunk more; rows from ``place`` on may be
+        lost."""
         before = self._near.get(layer)
         room = end + CHUNK_KEYS
         near = self._near[layer] = reserve(before, like, place, room, room + NEAR_GROWTH_TOKENS)
@@ -306,7 +302,6 @@ class ShortKeys:
     Args:
         of_keys, of_queries: projections ``[Hkv, d, rank]`` of keys (minus their mean) and of queries (float32).
         mean: of the keys, ``[Hkv, 1, d]``.
-        group: query heads per KV head.
     """
 
     def __init__(self, of_keys: torch.Tensor, of_queries: torch.Tensor, mean: torch.Tensor, group: int) -> None:
@@ -314,21 +309,23 @@ class ShortKeys:
         self._of_keys, self._of_queries, self._mean = of_keys, of_queries.contiguous(), mean
         shape = (len(mean), 0, CHUNK_KEYS, of_keys.shape[2] // QUAD_NUMBERS, GROUP_CHUNKS, QUAD_NUMBERS)
         self._short = torch.empty(shape, dtype=torch.uint8, device=mean.device)
-        self._known = 0  # chunks
+        self._indexed = 0  # chunks
         self._kept = 0  # groups that others may read
 
     @classmethod
     def of(cls, keys: torch.Tensor, queries: torch.Tensor, rank: int) -> ShortKeys:
-        """Return an index, from some keys ``[Hkv, m, d]`` and queries ``[H, n, d]`` of a sequence. The rank-r keys
-        whose products with the queries are closest to the true products come from the r largest eigenvectors of
-        ``R^T K R``, where Q = R R^T and K are the second moments of queries and keys."""
+        """Return an index, from some keys ``[Hkv, m, d]`` and queries ``[H, n, d]`` of a sequence.
+
+        The rank-r keys whose products with the queries are closest to the true products come from the r largest
+        eigenvectors of ``R^T K R``, where Q = R R^T and K are the second moments of queries and keys.
+        """
         heads, _, d = keys.shape
         some = keys.float()
         mean = some.mean(1, keepdim=True)
-        asked = queries.float().reshape(heads, -1, d)
-        moments, one = _moments(asked), torch.eye(d, dtype=torch.float32, device=keys.device)
+        sampled = queries.float().reshape(heads, -1, d)
+        moments, one = _moments(sampled), torch.eye(d, dtype=torch.float32, device=keys.device)
         even = moments.diagonal(dim1=1, dim2=2).mean(1).clamp_min(1e-30)[:, None, None] * one
-        root = torch.linalg.cholesky(moments + (0.01 + 1 / asked.shape[1]) * even)
+        root = torch.linalg.cholesky(moments + (0.01 + 1 / sampled.shape[1]) * even)
         inverse = torch.linalg.solve_triangular(root, one.expand_as(root), upper=False).mT
         best = torch.linalg.eigh(root.mT @ _moments(some - mean) @ root)[1][:, :, -rank:]
         best = torch.nn.functional.pad(best, (0, -best.shape[2] % QUAD_NUMBERS))  # narrow heads have fewer
@@ -338,9 +335,8 @@ class ShortKeys:
         return cls((of_keys / scale).to(keys.dtype), of_queries, mean.to(keys.dtype), len(queries) // heads)
 
     def tensors(self, length: int) -> Tensors:
-        """Return the complete groups in a sequence's first ``length`` tokens, for ``of_tensors``; they are final, so
-        not copied."""
-        groups = min(self._known, length // CHUNK_KEYS) // GROUP_CHUNKS
+        """Return the complete groups in the first ``length`` tokens, for ``of_tensors``: final, so not copied."""
+        groups = min(self._indexed, length // CHUNK_KEYS) // GROUP_CHUNKS
         self._kept = max(self._kept, groups)
         return {
             "short": self._short[:, :groups],
@@ -355,7 +351,7 @@ class ShortKeys:
         """Restore an index from ``tensors``, for a sequence with the same first ``length`` tokens."""
         index = cls(tensors["of_keys"], tensors["of_queries"], tensors["mean"], int(tensors["group"]))
         groups = min(tensors["short"].shape[1], length // CHUNK_KEYS // GROUP_CHUNKS)
-        index._short, index._known, index._kept = tensors["short"][:, :groups], groups * GROUP_CHUNKS, groups
+        index._short, index._indexed, index._kept = tensors["short"][:, :groups], groups * GROUP_CHUNKS, groups
         return index
 
     def extend(self, read: Callable[[int, int], torch.Tensor], length: int) -> None:
@@ -366,8 +362,8 @@ class ShortKeys:
             room = self._short.new_zeros(len(self._short), capacity, *self._short.shape[2:])
             room[:, : self._short.shape[1]] = self._short
             self._short, self._kept = room, 0
-        if self._known < count:
-            first = self._known // GROUP_CHUNKS
+        if self._indexed < count:
+            first = self._indexed // GROUP_CHUNKS
             if first < self._kept:  # the index was truncated into them
                 self._short, self._kept = self._short.clone(), 0
             new = (read(first * GROUP_CHUNKS * CHUNK_KEYS, length) - self._mean) @ self._of_keys
@@ -375,31 +371,31 @@ class ShortKeys:
             quads = torch.nn.functional.pad(quads, (0, 0, 0, (groups * GROUP_CHUNKS - count) * CHUNK_KEYS))
             chunks = quads.view(len(quads), -1, GROUP_CHUNKS, CHUNK_KEYS, quads.shape[2]).permute(0, 1, 3, 4, 2)
             self._short.view(torch.int32)[:, first:groups, ..., 0] = chunks
-        self._known = count
+        self._indexed = count
 
     def worth(self, queries: torch.Tensor) -> torch.Tensor:
         """Score each chunk for each of the queries ``[H, n, d]``, float32 ``[H, n, chunks]``."""
         if queries.device.type == "cpu" and fused():
-            fields = TopkFields(self._known, 0, *self.addresses, *(0,) * 6)
+            fields = TopkFields(self._indexed, 0, *self.addresses, *(0,) * 6)
             return rank_chunks(queries, len(self._of_queries), np.array(fields, np.int64))
         heads, n, d = queries.shape
         turned = (queries.float().reshape(len(self._of_queries), -1, d) @ self._of_queries).view(heads, n, -1)
-        return by_definition(self._short, self._known, turned)
+        return by_definition(self._short, self._indexed, turned)
 
     @property
     def addresses(self) -> tuple[int, int, int, int]:
-        """As in ``TopkFields``: ``rank``, ``short``, ``short_head`` and ``turn``."""
+        """``rank``, ``short``, ``short_head`` and ``turn`` of ``TopkFields``."""
         return self._of_queries.shape[2], self._short.data_ptr(), self._short.stride(0), self._of_queries.data_ptr()
 
     @property
     def known(self) -> int:
-        return self._known * CHUNK_KEYS
+        return self._indexed * CHUNK_KEYS
 
     @property
-    def known_bytes(self) -> int:
+    def indexed_bytes(self) -> int:
         """Bytes of the indexed keys."""
         heads, _, _, quads, _, _ = self._short.shape
-        return heads * self._known * CHUNK_KEYS * quads * QUAD_NUMBERS
+        return heads * self._indexed * CHUNK_KEYS * quads * QUAD_NUMBERS
 
     @property
     def nbytes(self) -> int:
@@ -407,7 +403,6 @@ class ShortKeys:
 
 
 def _moments(rows: torch.Tensor) -> torch.Tensor:
-    """Return second moments: ``[H, n, d]`` to ``[H, d, d]``."""
     return rows.mT @ rows / rows.shape[1]
 
 

@@ -6,7 +6,7 @@ buffers are in sequence order, as a full cache is, so a pass has the same bits.
 
 Copies run in parallel with the computation, in the order of requests. On a CPU a thread copies piece by piece, and lets
 urgent copies pass in between. On CUDA a copy stream does, ordered with the computing stream by events; nothing waits
-for the whole device (not run on a GPU since copies became contiguous).
+for all of the device (not run on a GPU since copies became contiguous).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BUFFERS = 2
 
 
 class OffloadError(OSError):
-    """Raised if keys and values cannot be stored off the device, or copied to it."""
+    """Keys and values cannot be stored off the device, or copied to it."""
 
 
 class PendingCopy(Protocol):
@@ -55,21 +55,14 @@ class PendingCopy(Protocol):
 
 
 class CopyEngine:
-    """Copies between tiers while ``device`` computes. On a CPU, copies can be slowed down to ``bandwidth``
-    bytes per second.
-
-    Raises:
-        ValueError: for a bandwidth on another device than a CPU.
-    """
+    """Copies between tiers while ``device`` computes, on a CPU optionally at ``bandwidth`` bytes per second."""
 
     def __init__(self, device: torch.device, bandwidth: float | None = None) -> None:
         if bandwidth is not None and device.type != "cpu":
-            raise ValueError(f"a bandwidth is simulated on a CPU only, and the model is on {device}")
+            raise ValueError(f"a bandwidth can only be simulated on a CPU, and the model is on {device}")
         self.device, self.bandwidth = device, bandwidth
         self.fetched = 0
-        """Bytes copied to the device."""
         self.written = 0
-        """Bytes copied from the device."""
         self._free = 0.0  # end of the last copy at the simulated bandwidth
         self._channel, self._urgent_done, self._urgent = threading.Lock(), threading.Condition(), 0
         self._thread = ThreadPoolExecutor(1, "forerun-link") if device.type == "cpu" else None
@@ -92,7 +85,7 @@ class CopyEngine:
         return self._submit(torch.inference_mode()(job))  # a mode belongs to a thread
 
     def fetch_now(self, parts: Parts) -> None:
-        """Copy to the device now, before pending copies. Raises ``OffloadError`` if it failed."""
+        """Copy to the device now, before pending copies; raise ``OffloadError`` if it fails."""
         self.fetched += size(parts)
         with self._urgent_done:
             self._urgent += 1
@@ -108,8 +101,7 @@ class CopyEngine:
                 self._urgent_done.notify_all()
 
     def gather(self, rows: Rows, head: torch.Tensor, chunk: torch.Tensor, size: int) -> tuple[Rows, PendingCopy]:
-        """Copy chunks from pinned memory by the device, in order with its computation; see ``FullCache.chunks``. The
-        memory may be freed once the copy has ended."""
+        """Copy chunks from pinned memory by the device, in order with its computation; see ``FullCache.chunks``."""
         from forerun.kernels.gpu.gather import gather_chunks  # needs Triton
 
         found = list[torch.Tensor]()
@@ -121,7 +113,6 @@ class CopyEngine:
         return tuple(found), copy
 
     def close(self) -> None:
-        """End the thread after the requested copies."""
         if self._thread is not None:
             self._thread.shutdown()
 
@@ -160,8 +151,8 @@ class _ThreadCopy:
         try:
             self._done.result()
         except Exception as error:
-            told = f"keys and values could not be copied: {error}"
-            raise OffloadError(told) from error.with_traceback(None)  # its frames would keep them alive
+            message = f"keys and values could not be copied: {error}"
+            raise OffloadError(message) from error.with_traceback(None)  # its frames would keep them alive
 
     finish = wait
 
@@ -173,7 +164,7 @@ class _ThreadCopy:
 
 
 class _StreamCopy:
-    """A copy by a stream, after what the present stream has queued so far."""
+    """A copy by a stream, after what the current stream has queued so far."""
 
     def __init__(self, job: Callable[[], None], stream: Any) -> None:
         self._device = stream.device
@@ -207,7 +198,7 @@ def by_head(to: torch.Tensor, source: torch.Tensor) -> Iterable[tuple[torch.Tens
 
 @dataclass
 class _Buffer:
-    """A buffer that holds the first ``held`` rows of a layer, or will when its copies have ended."""
+    """A buffer with the first ``held`` rows of a layer, once its copies have ended."""
 
     layer: int
     held: int
@@ -234,14 +225,12 @@ class OffloadedCache(FullCache):
         self._layers = {layer: every[layer] for layer in sorted(every)}
         self._rows, self.copy_engine = dict(buffers), copy_engine
         self.offloaded_layers = sorted(host)
-        """The layers that are not on the device."""
         self._buffers = [_Buffer(layer, 0) for layer in self.offloaded_layers[:BUFFERS]]
         self._writes: list[PendingCopy] = []
         self._failure: OffloadError | None = None
 
     @property
     def lost(self) -> Exception | None:
-        """Waits for pending copies."""
         try:
             for copy in self._pending_copies():
                 copy.wait()
@@ -250,7 +239,7 @@ class OffloadedCache(FullCache):
         return self._failure
 
     def clear(self) -> None:
-        """Clear the cache after pending copies have ended, as they use its memory."""
+        """Clear the cache after pending copies, which use its memory."""
         for copy in self._pending_copies():
             with suppress(OffloadError):
                 copy.finish()
@@ -279,7 +268,6 @@ class OffloadedCache(FullCache):
         return self._rows[layer]
 
     def write_back(self, layer: int, count: int) -> None:
-        """Copy the ``count`` rows after the committed ones back to the host."""
         if layer in self._rows:
             first, last = self.length, self.length + count
             parts = [
@@ -341,7 +329,6 @@ class OffloadedCache(FullCache):
         return self._layers | self._rows
 
     def _check_room(self, count: int) -> None:
-        """Raise ``ValueError`` if ``count`` more tokens do not fit."""
         if self.length + count > self._capacity:
             raise ValueError(f"this cache has room for {self._capacity} tokens, not for {self.length + count}")
 
@@ -410,7 +397,6 @@ class OffloadedCache(FullCache):
         return [*self._writes, *(copy for buffer in self._buffers for copy in buffer.copies)]
 
     def _wait_for_writes(self) -> None:
-        """Wait until all rows are written back, before the CPU reads or moves them."""
         for copy in self._writes:
             copy.finish()
         self._writes = []

@@ -1,8 +1,8 @@
 """States of recurrent layers, which replace keys and values.
 
 A state cannot be truncated as keys can. So a row keeps a state, older states at fixed positions (snapshots), and the
-inputs of recent tokens. The next pass replays the accepted path from its inputs; ``truncate`` returns to a snapshot and
-does likewise. A state per tree node would need megabytes per layer; inputs need kilobytes.
+inputs of recent tokens. The next pass replays the accepted path from its inputs, and ``truncate`` replays from a
+snapshot. A state per tree node would need megabytes per layer; inputs need kilobytes.
 
 A token's state follows from its predecessor's, so its bits do not depend on how the sequence was cut into passes, or
 which snapshot it continued from.
@@ -33,17 +33,16 @@ FIRST_TURNS, LAST_TURNS = 2, 4
 KEPT_INPUTS = 3 * SNAPSHOT_TOKENS
 """Minimum inputs kept, in tokens: from the last snapshot but one on, and those of an accepted path."""
 MAX_INPUTS = 4 * KEPT_INPUTS
-"""Buffers for more tokens were made for a prompt, and are freed in the next short pass."""
+"""A larger buffer was made for a prompt, and is freed in the next short pass."""
 CONVOLUTION_KIND, STATE_KIND = "convolution", "state"
 RECURRENT_STATES = "recurrent"
-"""Name of ``saved_state`` in a prefix's saved states."""
 
 Key = tuple[int, str]
 """A layer, and which of its recurrences."""
 
 
 def check_type(held: torch.dtype, new: torch.dtype) -> None:
-    """Refuse rows of another type than the cached ones, as after a cast of the model."""
+    """Raise ValueError for rows of another type than the cached ones, as after a cast of the model."""
     if held != new:
         raise ValueError(f"this cache holds {held} rows, but the model's are {new}; use a new cache")
 
@@ -66,8 +65,8 @@ class _Inputs:
         self.reserve(len(new), read, end, new).copy_(new)
 
     def reserve(self, count: int, read: int, end: int, like: torch.Tensor) -> torch.Tensor:
-        """Make room for ``count`` rows like ``like`` from position ``end`` on. Rows after the ``read`` tokens in the
-        states are all kept."""
+        """Make room for ``count`` rows from position ``end`` on; keep all rows after the ``read`` tokens in the
+        states."""
         check_type(self.rows.dtype, like.dtype)
         place = end - self.first
         if place + count > len(self.rows) or (len(self.rows) > MAX_INPUTS and count <= KEPT_INPUTS):
@@ -92,7 +91,7 @@ class _State:
     now: torch.Tensor | None = None
     spare: torch.Tensor | None = None
     saved: dict[int, torch.Tensor] = field(default_factory=dict)
-    asked: torch.dtype | None = None  # the model's type, which states do not show
+    model_dtype: torch.dtype | None = None  # the model's type, which states do not show
 
     def memory(self, count: int, like: torch.Tensor, shape: GatedShape) -> torch.Tensor:
         if count == 1 and self.spare is not None:
@@ -102,12 +101,10 @@ class _State:
 
 @dataclass
 class _BlockPlan:
-    """How a pass goes over a block, alike in all layers.
+    """How a pass goes over a block, in all layers.
 
     Attributes:
-        block: of tokens.
         saved: positions at which states are saved, ascending.
-        order: of the tokens, computed on first use.
         parents: of the tokens, by the number of earlier tokens that a convolution sees.
     """
 
@@ -118,8 +115,7 @@ class _BlockPlan:
 
 
 class RecurrentStates:
-    """States of all recurrent layers of one row, after ``length`` committed tokens. A pass has no effect without
-    ``commit``."""
+    """States of all recurrent layers of one row after ``length`` committed tokens; a pass needs ``commit``."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -145,8 +141,7 @@ class RecurrentStates:
     def convolve(
         self, layer: int, x: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, block: Block
     ) -> torch.Tensor:
-        """Convolve the block's inputs ``[n, C]`` causally; ``[n, C]``. Weights are as for
-        ``short_convolution.convolve``, and ``block.start`` equals ``length``."""
+        """Convolve the block's inputs ``[n, C]`` causally; see ``short_convolution.convolve``."""
         before, end = len(weights) - 1, self.length + len(block)
         plan, inputs = self._planned(block), self._convolved(layer, before, x)
         inputs.append(x, self._position, self.length)
@@ -169,12 +164,11 @@ class RecurrentStates:
         return self._inputs[key]
 
     def advance(self, layer: int, shape: GatedShape, rows: torch.Tensor, q: torch.Tensor, block: Block) -> torch.Tensor:
-        """Compute a recurrence over the block, with ``rows`` and ``q`` as for ``gated_states.run_states``;
-        ``[n, heads, out_dim]``. ``block.start`` equals ``length``."""
+        """Compute a recurrence over the block, ``[n, heads, out_dim]``; see ``gated_states.run_states``."""
         key, plan = (layer, STATE_KIND), self._planned(block)
         state = self._states.setdefault(layer, _State())
-        state.asked = state.asked or q.dtype
-        check_type(state.asked, q.dtype)
+        state.model_dtype = state.model_dtype or q.dtype
+        check_type(state.model_dtype, q.dtype)
         inputs = self._inputs.setdefault(key, _Inputs.after(rows[:0], self.length))
         inputs.append(rows, self._position, self.length)
         saved = state.memory(len(plan.saved), q, shape)
@@ -188,7 +182,6 @@ class RecurrentStates:
         return out
 
     def commit(self, block: Block, path: Sequence[int]) -> None:
-        """Keep the block's pending tokens and the tree nodes of ``path``."""
         plan, end = self._plan, self.length + len(block.pending)
         if plan is None or plan.block is not block:
             raise ValueError("the states can only keep tokens of the last pass")
@@ -209,8 +202,8 @@ class RecurrentStates:
         self._thin_out()
 
     def truncate(self, length: int) -> int:
-        """Drop the tokens from ``length`` on, and more if no state between old snapshots is left; return the tokens
-        left: ``length`` if at most ``SNAPSHOT_TOKENS`` were dropped, else ``length`` or the last snapshot before it."""
+        """Drop tokens from ``length`` on, and more if no state between old snapshots is left; return the tokens left:
+        ``length`` if at most ``SNAPSHOT_TOKENS`` were dropped, else ``length`` or the last snapshot before it."""
         self._plan, length = None, min(length, self.length)
         if length < self._position:
             snapshot = max((position for position in self._snapshots if position <= length), default=self._origin)
@@ -240,7 +233,9 @@ class RecurrentStates:
             )
             for key, inputs in self._inputs.items()
         }
-        fork._states = {layer: _State(state.now, asked=state.asked) for layer, state in self._states.items()}
+        fork._states = {
+            layer: _State(state.now, model_dtype=state.model_dtype) for layer, state in self._states.items()
+        }
         if self._position > self._origin:
             now = {(layer, STATE_KIND): each.now for layer, each in self._states.items() if each.now is not None}
             fork._snapshots = {self._position: self._windows(self._position) | now}
@@ -257,8 +252,7 @@ class RecurrentStates:
         }
 
     def beginning(self, tensors: Tensors, length: int) -> RecurrentStates:
-        """Return states up to the last snapshot in a prefix's first ``length`` tokens (see ``saved_state``), which keep
-        snapshots where these do."""
+        """Return states up to the last snapshot in a prefix's first ``length`` tokens, from ``saved_state``."""
         states = RecurrentStates()
         states._turns = self._turns
         for name, t in tensors.items():
@@ -296,7 +290,6 @@ class RecurrentStates:
         return self._plan
 
     def _is_kept(self, position: int, end: int) -> bool:
-        """Whether a snapshot is kept once the states have ``end`` tokens."""
         last = (end // SNAPSHOT_TOKENS - 1) * SNAPSHOT_TOKENS
         return position % self._spacing == 0 or position in self._turns or position >= last
 
@@ -322,7 +315,7 @@ class RecurrentStates:
         for (layer, kind), t in self._snapshots.get(position, {}).items():
             if kind == STATE_KIND:
                 before = self._states.get(layer)
-                self._states[layer] = _State(t, asked=None if before is None else before.asked)
+                self._states[layer] = _State(t, model_dtype=None if before is None else before.model_dtype)
             if position == length:
                 self._inputs[layer, kind] = _Inputs.after(t[:0, 0] if kind == STATE_KIND else t, length)
         self.length, self._position, self._owned = length, position, False

@@ -15,7 +15,7 @@ import torch
 
 from forerun.core.block import Block
 from forerun.core.long_context import Policy
-from forerun.core.pinned import brought
+from forerun.core.pinned import to_device
 from forerun.core.transfers import elsewhere
 from forerun.kernels.attention.attention import AttentionSpec, Rows
 from forerun.kv.cache import ROLLBACK_TOKENS, Addresses, KVShape, addresses_of, compact, stacked
@@ -29,7 +29,6 @@ class RetrievalConfig:
 
     Attributes:
         budget: tokens held per layer and KV head, besides the block being scored.
-        chunk: tokens per chunk.
         window: most recent tokens, always held; at most 1/8 of the budget.
         stride: tokens after which chunks are selected again under every policy; at most 1/8 of the budget.
         refresh: when else to select. ``stride``: never. ``acceptance``: when the rolling acceptance rate of drafts over
@@ -70,19 +69,17 @@ class RetrievalConfig:
 
     @property
     def slots(self) -> int:
-        """Chunks held, besides the recent tokens."""
         return max(1, (self.budget - self.recent - self.growth) // self.chunk)
 
 
 BUFFER_GROWTH_TOKENS = 64
-"""Minimum tokens by which a buffer grows."""
 
 ACCEPTANCE_DECAY = 0.7
 """Decay of the rolling acceptance rate per verification."""
 
 
 class RetrievalCache(ChunkedView):
-    """A view of one row's full cache, which it never changes."""
+    """The selected chunks of one row's full cache, which it never changes."""
 
     uses_queries = True
 
@@ -90,7 +87,6 @@ class RetrievalCache(ChunkedView):
         super().__init__(source, config.budget, config.chunk, config.recent)
         self.config = config
         self.refreshes = 0
-        """Selections so far."""
         self._layers: dict[int, ChosenChunks] = {}
         self._chunks = 0  # selected, per layer
         self._rows: Mapping[int, Rows] = {}  # selected chunks in slots, recent tokens, and the block being scored
@@ -101,7 +97,7 @@ class RetrievalCache(ChunkedView):
 
     @property
     def ready(self) -> bool:
-        """The first selection needs a pass's queries."""
+        """Whether the first selection has a pass's queries."""
         return bool(self._layers or self.source.queries)
 
     def sync(self) -> None:
@@ -135,7 +131,7 @@ class RetrievalCache(ChunkedView):
             if self.source.specs[layer].window is None:
                 queries = self.source.queries[layer]
                 if chosen_by.device != queries.device:
-                    chosen_by = brought(chosen_by, queries.device)
+                    chosen_by = to_device(chosen_by, queries.device)
                 query = queries[:, :, chosen_by].sum(2)
                 mine.extend(self._keys(layer), self._tail)
                 mine.choose(query, self.source, layer, self._rows[layer], self._chunks)
@@ -143,7 +139,6 @@ class RetrievalCache(ChunkedView):
         self.refreshes += 1
 
     def _write(self, place: int, first: int) -> None:
-        """Copy the source's tokens from ``first`` on to index ``place`` of each layer."""
         end = place + self.length - first
         self._reserve(end)
         if self._store is not None and (together := self.source.read_together(first, self.length)) is not None:
@@ -154,7 +149,7 @@ class RetrievalCache(ChunkedView):
                 mine[:, :, place:end] = new
 
     def _reserve(self, end: int) -> None:
-        """Make room for ``end`` tokens per layer. Memory only moves when it has to grow."""
+        """Make room for ``end`` tokens per layer. Memory moves only to grow."""
         if end <= self._room:
             return
         before, kept, self._room, self._where = self._rows, self._room, _grown(end), None
@@ -212,7 +207,7 @@ class RetrievalCache(ChunkedView):
     @property
     def choice_bytes(self) -> int:
         """Bytes of the chunk means, all read by a selection."""
-        return sum(layer.known_bytes for layer in self._layers.values())
+        return sum(layer.indexed_bytes for layer in self._layers.values())
 
     def needs(self, shape: KVShape, tokens: int) -> int:
         config = self.config
@@ -235,7 +230,7 @@ class ChosenChunks:
     def __init__(self, chunk: int) -> None:
         self._chunk = chunk
         self._means = torch.empty(0)  # [Hkv, room, d]; half precision suffices to select
-        self._known = 0  # number of means
+        self._indexed = 0  # number of means
         self._chosen = torch.empty(0, 0, dtype=torch.int64)  # [Hkv, slots], the chunk in each slot
 
     def choose(self, query: torch.Tensor, source: FullCache, layer: int, rows: Rows, count: int) -> None:
@@ -246,31 +241,31 @@ class ChosenChunks:
             for mine, new in zip(rows, source.read(layer, first, count * self._chunk), strict=True):
                 mine[:, :, first : count * self._chunk] = new
             self._chosen = torch.arange(count, device=query.device).repeat(rows[0].shape[1], 1)
-        if count < self._known:
+        if count < self._indexed:
             self._replace(self._best(query, count), source, layer, rows)
 
     def extend(self, read: Callable[[int, int], torch.Tensor], length: int) -> None:
         count = length // self._chunk
-        if count <= self._known:
+        if count <= self._indexed:
             return
         chunks = self._in_chunks(read(self.known, length))
         heads, _, _, d = chunks.shape
-        if not self._known or self._means.shape[1] < count:
+        if not self._indexed or self._means.shape[1] < count:
             room = chunks.new_empty(heads, count + count // 8 + BUFFER_GROWTH_TOKENS, d, dtype=torch.bfloat16)
-            if self._known:
-                room[:, : self._known] = self._means[:, : self._known]
+            if self._indexed:
+                room[:, : self._indexed] = self._means[:, : self._indexed]
             self._means = room
-        self._means[:, self._known : count] = chunks.mean(2)
-        self._known = count
+        self._means[:, self._indexed : count] = chunks.mean(2)
+        self._indexed = count
 
     @property
     def known(self) -> int:
-        return self._known * self._chunk
+        return self._indexed * self._chunk
 
     @property
-    def known_bytes(self) -> int:
+    def indexed_bytes(self) -> int:
         """Bytes of the indexed keys."""
-        return self._means[:, : self._known].nbytes if self._known else 0
+        return self._means[:, : self._indexed].nbytes if self._indexed else 0
 
     @property
     def mean_bytes(self) -> int:
@@ -285,23 +280,23 @@ class ChosenChunks:
         candidates, single precision decides. The whole buffer is multiplied, because oneDNN compiles and keeps a
         program for each new shape."""
         means, summed = self._means, query.view(self._means.shape[0], -1, self._means.shape[2]).sum(1)
-        coarse = torch.bmm(means, summed.to(means.dtype).unsqueeze(-1))[:, : self._known, 0]
+        coarse = torch.bmm(means, summed.to(means.dtype).unsqueeze(-1))[:, : self._indexed, 0]
         coarse[:, 0] = torch.inf
-        some = coarse.topk(min(self._known, count + max(BUFFER_GROWTH_TOKENS, count // 4)), -1, sorted=False).indices
+        some = coarse.topk(min(self._indexed, count + max(BUFFER_GROWTH_TOKENS, count // 4)), -1, sorted=False).indices
         near = means.gather(1, some.unsqueeze(-1).expand(-1, -1, means.shape[2]))
         scores = torch.bmm(near.float(), summed.float().unsqueeze(-1)).squeeze(-1)
         scores[some == 0] = torch.inf
         return some.gather(1, scores.topk(count, -1).indices)
 
     def _replace(self, best: torch.Tensor, source: FullCache, layer: int, rows: Rows) -> None:
-        """Copy the chunks of ``best`` that are not held into slots of unwanted chunks. On a GPU all are copied, as
-        finding out how many changed would cost more."""
+        """Copy the missing chunks of ``best`` into unwanted slots; all on a GPU, as counting changes would cost
+        more."""
         heads, count = best.shape
         if elsewhere(best) and not source.offloaded:
             head = torch.arange(heads, device=best.device).repeat_interleave(count)
             slot, chunk = torch.arange(count, device=best.device).repeat(heads), best.flatten()
         else:
-            wanted = torch.zeros(heads, self._known, dtype=torch.bool, device=best.device)
+            wanted = torch.zeros(heads, self._indexed, dtype=torch.bool, device=best.device)
             wanted.scatter_(1, best, True)
             stays = wanted.gather(1, self._chosen)
             wanted.scatter_(1, self._chosen, False)
@@ -314,5 +309,4 @@ class ChosenChunks:
 
 
 def _grown(end: int) -> int:
-    """Return the capacity of a buffer that must hold ``end`` tokens."""
     return end + max(BUFFER_GROWTH_TOKENS, end // 32)

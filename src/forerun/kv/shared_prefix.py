@@ -24,9 +24,7 @@ CAPACITY_FACTOR = 2
 space; memory or disk is used only where something is written."""
 
 Kind = tuple[int, int, torch.dtype]
-"""Heads, row size of a head, and type."""
 Tensors = Mapping[str, torch.Tensor]
-"""Tensors by name."""
 
 
 def aligned(tokens: int) -> int:
@@ -75,8 +73,6 @@ class SharedPrefix:
     """Keys and values of a sequence's first ``length`` tokens.
 
     Args:
-        layout: of the rows.
-        length: tokens.
         file: descriptor of the file that holds them, closed with this object.
         offset: where they start there, on a page.
         read_state: reads the saved state of a view by its name (``View.state_name``); None if there is none.
@@ -103,8 +99,7 @@ class SharedPrefix:
 
     @classmethod
     def of(cls, layers: Mapping[int, Rows], length: int, capacity: int) -> SharedPrefix:
-        """Copy rows, keys ``[1, Hkv, >= length, d]`` and values ``[1, Hkv, >= length, dv]``, into memory for caches of
-        ``capacity`` tokens."""
+        """Copy keys and values ``[1, Hkv, >= length, d]`` into memory for caches of ``capacity`` tokens."""
         layout = Layout.of(layers, capacity)
         on_cpu = all(t.device.type == "cpu" for rows in layers.values() for t in rows)
         memory = SharedMemory.of(layout) if layers and on_cpu else None
@@ -119,10 +114,8 @@ class SharedPrefix:
 
     def grown(self, layers: Mapping[int, Rows], length: int) -> SharedPrefix | None:
         """Return this prefix with the rows up to ``length`` of a cache that continues it, written to the same file.
-
         None if the file has no room or another continuation. Caches that started from the prefix do not see the new
-        rows: they write their own before they read any there.
-        """
+        rows: they write their own before they read any there."""
         if self._written != [self.length] or length > self.layout.capacity:
             return None
         assert self._file is not None
@@ -134,8 +127,7 @@ class SharedPrefix:
         return SharedPrefix(self.layout, length, os.dup(self._file), written=self._written)
 
     def layers(self, capacity: int) -> dict[int, Rows]:
-        """Return private rows for a cache that starts from the prefix, with room for at least ``capacity`` tokens; on a
-        CPU contiguous, unless they must be copied."""
+        """Return private rows for a cache that starts from the prefix, with room for ``capacity`` tokens."""
         if self._file is not None and capacity <= self.layout.capacity:
             return self.layout.cut(map_private(self._file, self.layout.size, self._offset))
         held = self._held if self._file is None else self.layers(0)
@@ -175,16 +167,15 @@ class SharedMemory:
         self.memory = torch.frombuffer(mapped, dtype=torch.uint8)
         """All of it, uint8; writes are visible to others."""
         self.rows = layout.cut(self.memory)
-        """By layer."""
 
     @classmethod
     def of(cls, layout: Layout) -> SharedMemory | None:
-        """Allocate memory with this layout; None on systems without ``memfd``."""
+        """Allocate memory with this layout; return None on systems without ``memfd``."""
         return cls(layout, os.memfd_create("forerun", os.MFD_CLOEXEC)) if hasattr(os, "memfd_create") else None
 
     def prefix(self, length: int) -> SharedPrefix:
-        """Return the first ``length`` tokens. The cache that wrote them continues from this prefix too, and writes no
-        more here."""
+        """Return the first ``length`` tokens. The cache that wrote them continues from them too, and writes no more
+        here."""
         return SharedPrefix(self.layout, length, os.dup(self._file), written=[length])
 
 

@@ -63,8 +63,7 @@ class LayerRotation:
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """A model's rotary embedding, found by ``forerun.models.forward.rotary_probe.find_rotation``: the rotation of each
-    layer's keys, or None if they do not depend on position."""
+    """A model's rotary embedding (``rotary_probe``): each layer's rotation, or None if position does not matter."""
 
     layers: Mapping[int, LayerRotation | None]
 
@@ -75,8 +74,6 @@ class Rotation:
 
 
 class _Extent(NamedTuple):
-    """How many tokens a cache has processed, and how many it holds."""
-
     length: int
     held: int
 
@@ -94,9 +91,9 @@ class StreamingCache(Cache):
     Args:
         window, sinks: recent and first tokens, always kept.
         slack: tokens between evictions; at least the draft length, so that drafts can be rolled back exactly.
-        rotation: how the model's keys rotate with position. Positions are then those in the cache: below
-            ``sinks + window + slack`` plus the block's length. None keeps positions in the sequence, for a model with
-            learned positions.
+        rotation: how the model's keys rotate with position. Positions are then those in the cache: below ``sinks +
+            window + slack`` plus the block's length. None keeps positions in the sequence, for a model with learned
+            positions.
 
     Raises:
         ValueError: for a value out of range.
@@ -120,7 +117,6 @@ class StreamingCache(Cache):
 
     @property
     def held(self) -> int:
-        """Committed tokens that a pass sees."""
         return self._held
 
     @property

@@ -34,8 +34,7 @@ class View(Cache):
     """Whether it selects by the queries of the source's last pass."""
 
     copies = False
-    """Whether it copies the chunks it selects. A view that reads the source in each pass cannot work over an offloaded
-    cache."""
+    """Whether it copies the chunks it selects. Views that read the source in each pass cannot use an offloaded one."""
 
     def __init__(self, source: FullCache) -> None:
         if source.offloaded and not self.copies:
@@ -50,7 +49,7 @@ class View(Cache):
         self._states_from = 0  # what was synced when they were forked
 
     def recurrent(self) -> RecurrentStates:
-        """Return the source's states, forked at the last ``sync``: recurrent layers see the whole sequence."""
+        """Return the source's states, forked at the last ``sync``: recurrent layers see all of the sequence."""
         states = self._states
         if states is None or self._states_from != self.synced or states.length != self.length:
             states = self._states = self.source.recurrent().fork()
@@ -70,8 +69,7 @@ class View(Cache):
     def sync(self) -> None: ...
 
     def _window_rows(self, layer: int, window: int, tail: int, near: Rows) -> Rows:
-        """Return the rows of a layer with a sliding window, which sees its whole window; ``tail`` is the position of
-        the first row of ``near``, which ends with the current block."""
+        """Return a sliding window of a layer; ``near``, with the current block, starts at position ``tail``."""
         first = max(0, self.length - window + 1)
         before = self.source.read(layer, min(first, tail), tail)
         return tuple(
@@ -86,7 +84,6 @@ class View(Cache):
         self.length = start + len(path)
 
     def truncate(self, length: int) -> None:
-        """Drop speculative tokens from ``length`` on."""
         if not self.synced <= length <= self.length:
             raise ValueError(f"length is {length}; it must be between {self.synced} and {self.length}")
         if self._states:
@@ -106,18 +103,14 @@ class ChunkIndex(Protocol):
         """Tokens whose keys are indexed."""
 
     def extend(self, read: Callable[[int, int], torch.Tensor], length: int) -> None:
-        """Index a sequence's keys up to ``length``, a whole number of chunks; ``read`` returns those of some positions,
-        ``[Hkv, m, d]``."""
+        """Index a sequence's keys up to ``length``, a multiple of the chunk; ``read`` returns some, ``[Hkv, m, d]``."""
 
 
 class ChunkedView(View):
     """A view that selects chunks of a long sequence, and sees the recent tokens after them.
 
     Args:
-        source: the target's cache; read, never changed.
-        budget: sequences up to this many tokens are seen whole.
-        chunk: tokens per chunk.
-        recent: minimum recent tokens.
+        budget: up to this many tokens of a sequence, all are seen.
     """
 
     copies = True

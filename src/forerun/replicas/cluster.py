@@ -40,7 +40,7 @@ class Resources(NamedTuple):
 
 
 def check(settings: ServerSettings) -> None:
-    """Raise a ValueError for a setting that replicas do not support."""
+    """Raise ValueError for a setting that replicas do not support."""
     if settings.index is not None:
         raise ValueError("index is for a single server: replicas exchange what they index, and keep no folder")
     if settings.port == 0:
@@ -50,11 +50,8 @@ def check(settings: ServerSettings) -> None:
 
 
 def serve(settings: ServerSettings, build: Callable[[ServerSettings], Engine]) -> None:
-    """Serve until Ctrl-C or SIGTERM.
-
-    ``build`` makes a replica's engine, and must be importable there. Raises ValueError if the cluster is too small, or
-    already serves something else.
-    """
+    """Serve until Ctrl-C or SIGTERM. ``build`` makes a replica's engine, and must be importable there. Raise ValueError
+    if the cluster is too small, or already serves something else."""
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     import ray
@@ -106,7 +103,7 @@ def _application(settings: ServerSettings, build: Callable[[ServerSettings], Eng
     replica = serve.deployment(Replica).options(
         name=RAY_REPLICA,
         num_replicas=settings.replicas,
-        # no limit here: the scheduler refuses requests and says why
+        # no limit here: the scheduler refuses requests with a reason
         max_ongoing_requests=settings.rows + settings.waiting + settings.connections,
         ray_actor_options={"num_cpus": resources.processors, "num_gpus": resources.gpus},
         request_router_config=RequestRouterConfig(
@@ -154,10 +151,8 @@ def lost_errors() -> tuple[type[BaseException], ...]:
 
 
 def shared_resources(nodes: Sequence[Resources], replicas: int, device: str) -> Resources:
-    """Return the most processors that each replica can have while all fit; above one, a whole number.
-
-    ``device`` auto uses GPUs if there are any. Raises ValueError if the replicas do not fit.
-    """
+    """Return the most processors that each replica can have while all fit; above one, an integer. ``device`` auto uses
+    GPUs if there are any. Raise ValueError if the replicas do not fit."""
     gpus = int(device == "cuda" or (device == "auto" and any(node.gpus for node in nodes)))
     if gpus and (there := sum(node.gpus for node in nodes)) < replicas:
         raise ValueError(

@@ -90,10 +90,8 @@ class Exchange:
 
 
 class ExchangeClient:
-    """A replica's thread that trades with the exchange every ``interval`` seconds.
-
-    ``trade`` sends outputs, and returns those after a number; ``learn`` indexes outputs of one namespace.
-    """
+    """A replica's thread that trades with the exchange every ``interval`` seconds. ``trade`` sends outputs, and returns
+    those after a number; ``learn`` indexes outputs of one namespace."""
 
     def __init__(
         self,

@@ -29,12 +29,10 @@ MAX_REPLICAS_TRIED = 3
 """Replicas that one request may lose before it fails."""
 REMEMBERED_SUSPECTS = 1024
 PROVEN = 2
-"""Deaths of replicas that prove a request guilty. One death counts fully if the request was the only one there."""
+"""Deaths of replicas that prove a request guilty. One death counts fully if the request was alone there."""
 METRICS_SECONDS = 10.0
-"""Time limit for collecting the replicas' metrics."""
 
 SECRET_HEADERS = (b"authorization", b"x-api-key", b"proxy-authorization", b"cookie")
-"""Headers that are not forwarded to replicas."""
 
 Header = tuple[bytes, bytes]
 
@@ -220,9 +218,9 @@ def merged_metrics(metrics: Mapping[str, str]) -> bytes:
     families: dict[str, Metric] = {}
     for replica, text in metrics.items():
         for family in text_string_to_metric_families(text):
-            whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             for sample in family.samples:
-                whole.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
+                merged.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
 
     class All:
         def collect(self) -> Iterable[Metric]:

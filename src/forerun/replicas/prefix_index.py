@@ -25,10 +25,8 @@ ReplicaT = TypeVar("ReplicaT", bound=Hashable)
 
 
 def digests(tenant: str, body: bytes) -> list[bytes]:
-    """Return digests of a request's prefixes, shortest first; the first covers only its namespace.
-
-    A body that the server will refuse has none.
-    """
+    """Return digests of a request's prefixes, shortest first; the first covers only its namespace. A body that the
+    server will refuse has none."""
     try:
         fields = json.loads(body)
         namespace = (fields.get("forerun") or {}).get("namespace") or "default"
@@ -67,7 +65,6 @@ class PrefixReaders(Generic[ReplicaT]):
             self._readers.popitem(last=False)
 
     def keep(self, replicas: Iterable[ReplicaT]) -> None:
-        """Forget all other replicas."""
         present = set(replicas)
         for digest, readers in list(self._readers.items()):
             readers &= present

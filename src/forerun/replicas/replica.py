@@ -17,7 +17,6 @@ from forerun.server.app import create_app
 from forerun.server.settings import ServerSettings
 
 EXCHANGE_SECONDS = 1.0
-"""Interval of trades with the other replicas."""
 EXCHANGE_TIMEOUT_SECONDS = 10.0
 
 
@@ -56,7 +55,7 @@ class Replica:
                 yield bytes(message["body"])
 
     def check_health(self) -> None:
-        """Raise a RuntimeError, so that Ray replaces this replica, if its scheduler has ended."""
+        """Raise RuntimeError if the scheduler has ended, so that Ray replaces this replica."""
         if not self._service.scheduler.ready:
             raise RuntimeError("the scheduler has ended")
 

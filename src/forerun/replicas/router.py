@@ -1,7 +1,5 @@
-"""A Ray Serve router that prefers the replica with the longest prefilled prefix of a request.
-
-Ray calls this interface alpha. No other module uses it.
-"""
+"""A Ray Serve router that prefers the replica with the longest prefilled prefix of a request; Ray's interface is
+alpha."""
 
 from __future__ import annotations
 
@@ -14,7 +12,8 @@ from forerun.replicas.prefix_index import PrefixReaders, preferred
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
-    """A router by ``PrefixReaders``; a request with no known prefix goes to the less busy of two random replicas."""
+    """A router by ``PrefixReaders``; a request without an indexed prefix goes to the less busy of two random
+    replicas."""
 
     def initialize_state(self, rows: int) -> None:
         """Receive from Ray the number of requests that a replica decodes at once."""

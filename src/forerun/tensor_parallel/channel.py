@@ -21,7 +21,6 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 FRAME_BYTES = 4096
 """Size of a message's first broadcast: enough for a step of a few rows. A longer message needs a second one."""
 LENGTH_BYTES = 8
-"""Size of the length that precedes each message."""
 RANK_TIMEOUT_SECONDS = 8.0
 """Time that a rank waits for another within a step, so that the death of one ends all within ten seconds."""
 HEARTBEAT_SECONDS = 2.0
@@ -39,10 +38,8 @@ class LeaderError(ParallelError):
 
 
 class Channel:
-    """A channel from rank 0 to the others, created on all ranks at the same point of the program.
-
-    ``model_group`` has the processes that hold the model.
-    """
+    """A channel from rank 0 to the others, created on all ranks at the same point of the program, for ``model_group``,
+    the processes that hold the model."""
 
     def __init__(self, model_group: dist.ProcessGroup, device: torch.device) -> None:
         self.rank = dist.get_rank()
@@ -73,10 +70,8 @@ class Channel:
 
     @contextmanager
     def speaking(self, message: Callable[[], str]) -> Iterator[None]:
-        """Rank 0: announce work that all ranks do within this context.
-
-        After an error, the others' progress is unknown, so no more passes are possible.
-        """
+        """Rank 0: announce work that all ranks do within this context. After an error, the others' progress is unknown,
+        so no more passes are possible."""
         with self.turn:
             if not self._listeners:
                 raise ParallelError("the other ranks do not listen; make passes inside of Engine.target.led")
@@ -100,10 +95,7 @@ class Channel:
             _set_pg_timeout(usual, self._model)
 
     def receive(self, first: bool) -> str:
-        """Another rank: receive the next message.
-
-        Until the ``first`` of a period, rank 0 may be busy elsewhere.
-        """
+        """Another rank: receive the next message; until the ``first`` of a period, rank 0 may be busy elsewhere."""
         timeout = CALL_TIMEOUT_SECONDS if first else RANK_TIMEOUT_SECONDS
         frame = self._broadcast_bytes(torch.empty(FRAME_BYTES, dtype=torch.uint8), timeout).numpy()
         length = int(frame[:LENGTH_BYTES].view(np.int64)[0])

@@ -1,6 +1,6 @@
 """A log of rank 0's cache operations, which the other ranks repeat.
 
-A few operations (``CACHE_OPERATIONS``) change a cache. Rank 0's caches log them; on the other ranks, caches of the same
+A few operations (``CACHE_OPERATIONS``) change a cache. Rank 0's caches log them; on the other ranks, caches of that
 kind, holding other heads, repeat them. A sparse cache selects per head, so its selection needs no message. Log entries
 are JSON.
 """
@@ -23,7 +23,6 @@ from forerun.kv.shared_prefix import SharedPrefix
 from forerun.kv.streaming import Rotation
 
 Entry = list[Any]
-"""A log entry: its name and its arguments."""
 
 
 class RankMirror:
@@ -45,16 +44,14 @@ class RankMirror:
         return f"[{','.join(entries)}]"
 
     def adopt(self, cache: Cache) -> None:
-        """Create an equal cache on the other ranks, and log the operations of this one from now on.
-
-        Raises ValueError for a kind of cache that cannot be mirrored, or one that already holds tokens.
-        """
+        """Create an equal cache on the other ranks, and log this one's operations from now on; raise ValueError for a
+        kind of cache that cannot be mirrored, or one that already holds tokens."""
         if cache in self._numbers:
             return
         if cache.source is not None:
             self.adopt(cache.source)
         if cache.length:
-            raise ValueError(f"this cache holds {cache.length} tokens that other ranks do not know; use an empty one")
+            raise ValueError(f"this cache holds {cache.length} tokens that other ranks lack; use an empty one")
         kind, values = parts_of(cache)
         self.note("make", self._number(cache), kind, values)
         cache.log = self._log

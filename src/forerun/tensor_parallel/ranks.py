@@ -82,7 +82,7 @@ class Leader(Scorer):
             with self._channel.turn:
                 try:
                     self.tell(LEAD_END, failed, last)
-                except TypeError as error:  # the list is no JSON, and the others must not wait for it
+                except TypeError as error:  # the list is not JSON, and the others must not wait for it
                     self.tell(LEAD_END, f"{type(error).__name__}: {error}", [])
                     raise
                 finally:
@@ -101,7 +101,7 @@ class Leader(Scorer):
 
 
 class Follower(Scorer):
-    """Another rank's scorer: it takes part in the passes that rank 0 announces, and starts none."""
+    """Another rank's scorer, which runs the passes that rank 0 announces, and starts none."""
 
     def __init__(self, model: PreTrainedModel, channel: Channel) -> None:
         super().__init__(model)
@@ -124,9 +124,7 @@ class Follower(Scorer):
 
     def follow(self, last: Entry) -> Iterator[Entry]:
         """Repeat rank 0's operations while it leads, and yield its other entries; ``last`` receives those at the end.
-
-        Raises KeyboardInterrupt if rank 0 was interrupted, LeaderError if it failed, ParallelError if it is gone.
-        """
+        Raise KeyboardInterrupt if rank 0 was interrupted, LeaderError if it failed, ParallelError if it is gone."""
         depth = 0
         while True:
             if not self._entries:
@@ -169,19 +167,19 @@ class Follower(Scorer):
         return True
 
 
-def admit(model: PreTrainedModel, **whole: object) -> Scorer:
-    """Return this rank's scorer of a model that all ranks have loaded in the same way.
+def admit(model: PreTrainedModel, **single_process: object) -> Scorer:
+    """Return this rank's scorer of a model that all ranks have loaded alike.
 
-    ``whole`` has settings, by name, that only a model in one process supports: any but None raises ValueError. Raises
-    UnsupportedModelError as ``gate.admit``, or if the processes do more than tensor parallelism.
+    ``single_process`` has settings, by name, that only a model in one process supports: any but None raises ValueError.
+    Raise UnsupportedModelError as ``gate.admit``, or if the processes do more than tensor parallelism.
     """
-    for name, value in whole.items():
+    for name, value in single_process.items():
         if value is not None:
             raise ValueError(f"{name} is {value!r}; a model in {model.tp_size} processes does not support it")
     if dist.get_world_size() != model.tp_size:
         raise gate.UnsupportedModelError(
             f"{type(model).__name__} is not supported: it is in {model.tp_size} of {dist.get_world_size()} processes; "
-            "tensor parallelism has to take all of them"
+            "tensor parallelism must use all of them"
         )
     known: dict[str, Scorer] = model.__dict__
     if SCORER_ATTRIBUTE not in known:

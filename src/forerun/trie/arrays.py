@@ -1,8 +1,8 @@
-"""The arrays of one index, and the hash table that maps a context to its slot.
+"""The arrays of one index, and the hash table from contexts to slots.
 
-A context is one to ``ORDERS`` consecutive tokens, identified by a hash; each has one row of ``slots``. The table uses
-linear hashing (Litwin, 1980): it grows one bucket at a time, so no insertion rehashes everything. ``tables`` describes
-the columns.
+A context is one to ``ORDERS`` consecutive tokens, identified by a hash; each has one row of ``slots``. Linear hashing
+(Litwin, 1980) grows the table one bucket at a time, so no insertion rehashes everything. ``tables`` describes the
+columns.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ SIZE_CLASSES = 7
 """Block sizes: 1, 2, 4, ... 64 rows."""
 
 FIRST_HINTS = 1 << 8
-"""Initial size of the hint table."""
 
 LARGE_BYTES = 1 << 20
-"""Arrays of at least this size get a separate memory mapping."""
+"""Arrays from this size get a separate memory mapping."""
 
 BYTES_PER_TOKEN = 72
-"""Bytes reserved per token of a namespace's capacity. Actual use is lower and depends on repetition."""
+"""Bytes reserved per token of a namespace's capacity. Actual use is lower, and depends on repetition."""
 
 RECYCLED_SHARE = 1 / 16
 """Share of a namespace's bytes for recycled logits. From 1/1024 to 1/4 of 64 MiB, 16-token drafts differ by 1 % (50
@@ -47,7 +46,6 @@ OWN_LISTS = 1 << 14
 """Recycled lists per request, 80 bytes each. A step with a 64-node draft keeps 130."""
 
 RECENT_TOKENS = 48
-"""Number of recent distinct tokens to remember."""
 
 
 class Index(NamedTuple):
@@ -61,8 +59,6 @@ class Index(NamedTuple):
         hints: where an n-gram last continued, by its hash; int32 ``[power of two]``; see ``token_store``.
         recent: distinct tokens, most recent first, int32 ``[RECENT_TOKENS]``, padded with -1.
         spelling: tokens of each word without its leading space, int32 ``[vocabulary, n]``; see ``spelling``.
-        free_blocks: first free block of each size, int64 ``[SIZE_CLASSES]``.
-        state: counters; ``INDEX_STATE`` ``[1]``.
         recycled: recycled logits by the hash of their context; ``RECYCLED_LIST`` ``[power of two]``.
         static: such lists computed by the model without context; never written here.
     """
@@ -100,26 +96,25 @@ class Index(NamedTuple):
 
     @classmethod
     def for_tokens(cls, tokens: int) -> Index:
-        """Return an empty index with room for any two sequences of this total length. Each token is counted after
-        ``ORDERS`` contexts, plus up to two from gapped matches."""
+        """Return an empty index for two sequences of this total length, counted after ``ORDERS`` contexts and two of
+        matches."""
         index = cls.allocate((ORDERS + 2) * tokens, 5 * (ORDERS + 2) * tokens, tokens // CHUNK_TOKENS + 3)
         return index._replace(recycled=_zeros(OWN_LISTS, RECYCLED_LIST))
 
     @classmethod
     def for_bytes(cls, nbytes: int) -> Index:
-        """Return an empty index limited to ``nbytes``, split among its arrays as typical sequences need it."""
+        """Return an empty index of at most ``nbytes``, split among its arrays as typical sequences need it."""
         return cls.allocate(*_rows(nbytes))._replace(recycled=_zeros(_lists(nbytes), RECYCLED_LIST))
 
-    def within(self, whole: Index, nbytes: int) -> Index:
-        """Move to the first rows of the large arrays of ``whole``, limited to ``nbytes``. The index must not use more
-        already."""
+    def within(self, reserved: Index, nbytes: int) -> Index:
+        """Move to the first rows of the large arrays of ``reserved``, up to ``nbytes``, with all rows in use."""
         slots, rows, chunks = _rows(nbytes)
         return self._replace(
-            slots=whole.slots[: slots + 1],
-            heads=whole.heads[: slots + 16],
-            blocks=whole.blocks[: rows + 1],
-            text=whole.text[: chunks + 1],
-            recycled=whole.recycled[: _lists(nbytes)],
+            slots=reserved.slots[: slots + 1],
+            heads=reserved.heads[: slots + 16],
+            blocks=reserved.blocks[: rows + 1],
+            text=reserved.text[: chunks + 1],
+            recycled=reserved.recycled[: _lists(nbytes)],
         )
 
     @property
@@ -128,7 +123,7 @@ class Index(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes ever used; pages that were never touched do not count."""
+        """Bytes ever used; untouched pages do not count."""
         state = self.state[0]
         used = SLOT.itemsize * state.slot_top + self.heads.itemsize * (state.mask + 1 + state.split)
         used += ENTRY.itemsize * state.block_top + TEXT_CHUNK.itemsize * state.chunk_top
@@ -136,15 +131,15 @@ class Index(NamedTuple):
         return int(used) + sum(part.nbytes for part in (self.hints, self.recent, self.free_blocks, self.state))
 
     def with_hints(self, more: int = 0) -> Index:
-        """Return the index with at least one hint per token, counting ``more`` to come. The table is tiled, so hints
-        stay at their hashes under the longer mask."""
+        """Return the index with at least one hint per token, with ``more`` to come; tiling keeps hints at their
+        hashes."""
         factor = 1
         while len(self.hints) * factor < self.tokens + more:
             factor *= 2
         return self if factor == 1 else self._replace(hints=np.tile(self.hints, factor))
 
     def grown(self) -> Index:
-        """Return the index with the same content and twice the room."""
+        """Double the room."""
         slots, heads, blocks, text = map(_doubled, self[:4])
         return self._replace(slots=slots, heads=heads, blocks=blocks, text=text)
 
@@ -156,20 +151,18 @@ def _rows(nbytes: int) -> tuple[int, int, int]:
 
 
 def _lists(nbytes: int) -> int:
-    """Return the number of recycled lists for an index of ``nbytes``: a power of two."""
     return 1 << max(1, int(nbytes * RECYCLED_SHARE) // RECYCLED_LIST.itemsize).bit_length() - 1
 
 
 def _doubled(part: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return a zero-padded array of twice the length. (``np.concatenate`` would lose the record type.)"""
+    """Double an array with zeros. (``np.concatenate`` would lose the record type.)"""
     longer = _zeros(2 * len(part), part.dtype)
     longer[: len(part)] = part
     return longer
 
 
 def _zeros(rows: int, kind: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Return an array of zeros, in a separate memory mapping if large. ``calloc`` may clear heap memory at once, and so
-    back it. The mapping is private, so a forked process gets a copy."""
+    """Return zeros, in a private memory mapping if large: ``calloc`` may clear heap memory at once, and so back it."""
     size = kind.itemsize * rows
     if size < LARGE_BYTES:
         return np.zeros(rows, kind)
@@ -213,7 +206,6 @@ def find(index: Index, hashed: np.uint64) -> int:
 
 @compiled
 def _split(index: Index) -> None:
-    """Split bucket ``state.split`` into two."""
     slots, heads, state = index.slots, index.heads, index.state[0]
     low, high = state.split, state.split + state.mask + 1
     slot = heads[low]
@@ -231,7 +223,7 @@ def _split(index: Index) -> None:
 
 @compiled
 def add_slot(index: Index, hashed: np.uint64, token: int) -> bool:
-    """Add a context with its first follower; False if no slot is free."""
+    """Add a context with its first follower; return False if no slot is free."""
     slots, state = index.slots, index.state[0]
     slot = state.slot_free
     if slot != 0:
@@ -271,7 +263,7 @@ def drop_slot(index: Index, slot: int) -> None:
 
 @compiled
 def tight(index: Index) -> bool:
-    """Whether a few dozen more tokens may not fit."""
+    """Return whether a few dozen more tokens may not fit."""
     state = index.state[0]
     slots, rows, chunks = len(index.slots), len(index.blocks), len(index.text)
     full = state.slots >= slots - slots // 16 - 1 or state.rows >= rows - rows // 16 - 1
@@ -280,7 +272,7 @@ def tight(index: Index) -> bool:
 
 @compiled
 def valid(tokens: IntArray) -> bool:
-    """Whether all ids are in [0, 2**31)."""
+    """Return whether all ids are in [0, 2**31)."""
     wrong = 0
     for token in tokens:
         wrong += token < 0 or token >= 1 << 31

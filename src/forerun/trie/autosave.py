@@ -15,15 +15,14 @@ class Destination(Protocol):
     """Where an index is saved, such as a ``Folder``."""
 
     def save(self, store: TrieStore, /) -> object:
-        """Write what changed. An ``OSError`` is logged, and the save retried."""
+        """Write what changed. OSErrors are logged, and the save is retried."""
 
     def close(self) -> None:
         """Stop saving."""
 
 
 class AutoSaver:
-    """Saves an index on close and ``interval`` seconds after each change. The thread sleeps until something changes;
-    steps wait only while memory is copied."""
+    """Saves an index on close, and ``interval`` seconds after each change; steps wait only while memory is copied."""
 
     def __init__(self, trie: TrieStore, destination: Destination, interval: float) -> None:
         self._trie, self._destination, self._interval = trie, destination, interval
@@ -31,7 +30,6 @@ class AutoSaver:
         self._thread = threading.Thread(target=self._work, name="forerun-keeper", daemon=True)
 
     def start(self) -> None:
-        """Start saving changes."""
         self._trie.notify(self._changed.set)
         self._changed.set()  # covers files indexed before now
         self._thread.start()

@@ -1,4 +1,4 @@
-"""Best-first search for the draft tree: the likeliest candidates over all contexts of both sources.
+"""Best-first search for the draft tree over the candidates of all contexts in both sources.
 
 The likeliest candidate of the frontier becomes a node, and its followers enter the frontier. The workspace keeps each
 node's contexts, copies and matches. A node whose followers are unlikely to enter the draft is expanded only from its
@@ -34,8 +34,8 @@ CUT_RECENT, CUT_SHORT, CUT = 0.01, 0.15, 0.35
 """How far to expand a node, by its *bar*: the conditional probability that a follower needs to be drafted.
 
 The bar is the probability of the least likely node that would be drafted now, divided by this node's. Above
-``CUT_RECENT`` recent tokens are skipped, above ``CUT_SHORT`` contexts of one token too, and above ``CUT`` the node is
-not expanded. A follower also needs the bar as its share of a context's total to become a candidate.
+``CUT_RECENT`` recent tokens are skipped, above ``CUT_SHORT`` one-token contexts too, and above ``CUT`` the node is not
+expanded. A follower becomes a candidate if its share of a context's total exceeds the bar.
 """
 
 
@@ -43,8 +43,7 @@ not expanded. A follower also needs the bar as its share of a context's total to
 def _expand(
     own: Index, shared: Index, mixer: Mixer, workspace: DraftWorkspace, node: int, bound: int, chance: float, bar: float
 ) -> None:
-    """Offer the followers of a node with probability ``chance`` to the frontier, of which ``bound`` entries still fit
-    the draft."""
+    """Offer a node's followers to the frontier, of which ``bound`` entries still fit the draft."""
     table, evidence = workspace.table, workspace.evidence
     gather(own, shared, workspace, node, bar)
     complete(table, evidence, workspace.noise, workspace.depths[node])
@@ -73,7 +72,6 @@ def _expand_recent(mixer: Mixer, workspace: DraftWorkspace, node: int, bound: in
 
 @compiled
 def _rank_recent(own: Index, shared: Index, mixer: Mixer, recent: CandidateTable) -> None:
-    """Sort the recent tokens by what frequency and recency add to their log-odds."""
     clear(recent)
     gather_recent(own, shared, recent)
     ranked = recent.candidates
@@ -89,7 +87,7 @@ def _rank_recent(own: Index, shared: Index, mixer: Mixer, recent: CandidateTable
 
 @compiled
 def _enter(own: Index, shared: Index, workspace: DraftWorkspace, node: int, entry: int, bar: float) -> None:
-    """Add a node to the workspace: advance its parent's contexts, copies and matches by its token."""
+    """Add a node: advance its parent's contexts, copies and matches by its token."""
     hashes, copies = workspace.hashes, workspace.copies
     above, token = above_of(entry), token_of(entry)
     for source in range(2):

@@ -1,8 +1,8 @@
 """Candidates for the next token, and the cells that rate the evidence for each.
 
-Every candidate has the same *inputs*: a context of each order in each source, two copies, and so on. What an input
-found falls into a *cell*, one per kind of evidence, such as "followed this context three times out of four, and last".
-A cell tracks how often such evidence was accepted. ``logistic_mixer`` trains cells and mixes inputs.
+All candidates have equal *inputs*: a context of each order in each source, two copies, and so on. What an input found
+falls into a *cell*, one per kind of evidence, such as "followed this context three times out of four, and last". A cell
+tracks how often such evidence was accepted. ``logistic_mixer`` trains cells and mixes inputs.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from forerun.trie.tables import ABSENT, CANDIDATE, CHANCE_CLASSES, LISTED, PREDI
 COPIED, UNIGRAM, RECYCLED, NOISY, SUBSTITUTE, SKIPPED, MATCHED = (
     2 * ORDERS + start for start in (0, 2, 4, 6, 7, 8, 10)
 )
-"""First input of each kind after the ``2 * ORDERS`` contexts: two copies, by source; the token's frequency and recency,
-by source; two recycled lists, by order; known noise; the substitute; two skips; two gapped matches."""
+"""First input of each kind after the ``2 * ORDERS`` contexts: two copies, by source; frequency and recency, by source;
+two recycled lists, by order; known noise; the substitute; two skips; two gapped matches."""
 
 BIAS = MATCHED + 2
-"""Number of inputs, and the column of the constant in ``Mixer.weights``. The constant has no cell; nor has ``NOISY``,
-which is added as it is."""
+"""Number of inputs, and the constant's column in ``Mixer.weights``. The constant and ``NOISY`` have no cell."""
 
 COUNT_CLASSES, TOTAL_CLASSES, FOLLOWER_STATES = 9, 10, 3
 """Classes of a follower's count (the last: it did not follow the shorter context either) and of a context's total, and
 states of a follower."""
 
 OTHERS_SINCE, CAME_LAST, ONLY_ONE = range(FOLLOWER_STATES)
-"""States of a follower: others came later; it came last; nothing else ever came."""
+"""Others came later; it came last; nothing else ever came."""
 
 CLASS_BY_COUNT = np.searchsorted([0, 1, 2, 3, 5, 10, 30], np.arange(32))
 CLASS_BY_TOTAL = np.searchsorted([0, 1, 2, 3, 4, 6, 10, 20, 60], np.arange(62))
@@ -41,14 +40,11 @@ AGREED_CLASSES, MISS_CLASSES = 8, 4
 """Classes of ``COPY.agreed`` and of the number of bits in ``COPY.wrong``."""
 
 FREQUENCY_CLASSES, RECENCY_CLASSES = 16, 6
-"""Classes of a token's frequency, and of the time since it was last seen."""
 
 CONTEXT_CELLS = COUNT_CLASSES * TOTAL_CLASSES * FOLLOWER_STATES
-"""Cells of one count-based input."""
 
 SUBSTITUTE_GROUP, SKIP_GROUP = 2 * ORDERS, 2 * ORDERS + 1
-"""Groups of ``CONTEXT_CELLS`` cells after those of the contexts: one for substitutes, and two for each match's skips
-(to a predicted token, and ``SKIPS``)."""
+"""Groups of ``CONTEXT_CELLS`` cells: one for substitutes, and two for each match's skips (predicted, and ``SKIPS``)."""
 
 COPY_CELLS = (2 * ORDERS + 5) * CONTEXT_CELLS
 
@@ -61,31 +57,27 @@ RECYCLED_ORDERS = 2
 
 STATIC_GROUP = 2 * RECYCLED_ORDERS
 LIST_GROUPS = STATIC_GROUP + 1
-"""Groups of cells for recycled lists: by order and source (request, namespace), and one for static lists."""
+"""Groups of cells for recycled lists: by order and source, and one for static lists."""
 
 RECYCLED_CELLS = MATCH_CELLS + GAPPED_MATCH_CELLS
 
 CELLS = RECYCLED_CELLS + LIST_GROUPS * (LISTED + 1) * CHANCE_CLASSES
-"""Number of cells. The constants above are the first cell of each kind of input."""
+"""Number of cells; the constants above are the first cell of each kind of input."""
 
 MAX_CANDIDATES = 64
-"""Maximum candidates per position."""
 
 NONE = -1
-"""No candidate, or no cell: no such evidence."""
+"""No candidate, or no cell for lack of such evidence."""
 
 BUCKETS = 256
-"""Size of ``CandidateTable.buckets``."""
 
 
 class CandidateTable(NamedTuple):
     """The candidates of one position.
 
     Attributes:
-        candidates: ``CANDIDATE`` ``[MAX_CANDIDATES]``.
         cells: cell of each input, or ``NONE``; int32 ``[MAX_CANDIDATES, BIAS]``.
         buckets: hash table with open addressing: a candidate's number plus one, by token; int32 ``[BUCKETS]``.
-        size: number of candidates, int32 ``[1]``.
     """
 
     candidates: RecordArray
@@ -106,11 +98,11 @@ class PositionEvidence(NamedTuple):
         absent: cells of contexts that the candidate did not follow; ``ABSENT`` ``[2, ORDERS + 1]``, by source and order
             less one. ``[OWN, ORDERS].shorter`` is for a candidate that is no substitute.
         skips: cells of each match's skips, or ``NONE``; int32 ``[2, SKIPS + 1]``.
-        copies: what each source's copy predicts; ``PREDICTION`` ``[2]``.
-        unpredicted: for each match, the cell of a token that it does not predict, or ``NONE``; int64 ``[2]``.
+        copies: each source's copy; ``PREDICTION`` ``[2]``.
+        unpredicted: for each match, the cell of tokens that it does not predict, or ``NONE``; int64 ``[2]``.
         inputs: number in use: ``BIAS``, or ``SUBSTITUTE`` while no match is active; int64 ``[1]``.
-        unlisted: for recycled logits of each order, the cell of a token that is not on the list, or ``NONE`` without a
-            list; int32 ``[RECYCLED_ORDERS]``.
+        unlisted: for recycled logits of each order, the cell of unlisted tokens, or ``NONE`` without a list; int32
+            ``[RECYCLED_ORDERS]``.
     """
 
     absent: RecordArray
@@ -152,7 +144,7 @@ def class_of_total(total: int) -> int:
 
 @compiled
 def cell_of(group: int, count_class: int, total_class: int, state: int) -> int:
-    """Return the cell of count-based evidence; ``group`` is that of the context, substitute or skip."""
+    """Return the cell of count-based evidence in the group of a context, substitute or skip."""
     return ((group * COUNT_CLASSES + count_class) * TOTAL_CLASSES + total_class) * FOLLOWER_STATES + state
 
 
@@ -166,7 +158,7 @@ def clear(table: CandidateTable) -> None:
 
 @compiled
 def candidate(table: CandidateTable, token: int, add: bool) -> int:
-    """Return the number of a token's candidate, or ``NONE``; with ``add``, add it if there is room."""
+    """Return the number of a token's candidate, or ``NONE``; with ``add``, create it if there is room."""
     bucket = (token * 40503 >> 4) & (BUCKETS - 1)
     while table.buckets[bucket] != 0:
         if table.candidates[table.buckets[bucket] - 1].token == token:

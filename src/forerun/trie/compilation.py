@@ -1,4 +1,4 @@
-"""Compiles the trie in separate processes, while the engine decodes without drafts: some ten seconds, once per machine.
+"""Compiles the trie in separate processes while the engine decodes without drafts: some ten seconds, once per machine.
 
 A process waits for a function that another is compiling (``KeptCode.alone``), so two that start at opposite ends share
 the work.
@@ -38,7 +38,7 @@ CALLED_FUNCTIONS: tuple[Callable[..., Any], ...] = (
     tight,
     valid,
 )
-"""What Python calls; everything else is inlined or called by these."""
+"""What Python calls; these inline or call everything else."""
 
 PROCESSES = 2
 """A third process would only wait for the others."""
@@ -48,12 +48,12 @@ POLL_SECONDS = 0.2
 
 
 def compiled_before() -> bool:
-    """Whether all code is cached or cannot be, so that no other process can help."""
+    """Return whether all code is cached, or cannot be, so that other processes cannot help."""
     return not COMPILES or not can_be_kept(entry_points.step) or all(map(is_kept, CALLED_FUNCTIONS))
 
 
 class Compilation:
-    """Processes that compile the trie. They outlive this process, so that the next one finds more."""
+    """Processes that compile the trie, and outlive this one, so that the next finds more code."""
 
     def __init__(self) -> None:
         self._processes = [start(__name__, str(number)) for number in range(min(PROCESSES, usable_cores()))]
@@ -64,14 +64,14 @@ class Compilation:
         return any(process.poll() is None for process in self._processes)
 
     def wait(self, progress: Progress = lambda done, total: None) -> None:
-        """Wait until all code is compiled; ``progress`` receives the numbers of functions compiled and to compile."""
+        """Wait until all code is compiled; ``progress`` receives the number of functions compiled, and of all."""
         while self.running:
             progress(sum(map(is_kept, CALLED_FUNCTIONS)), len(CALLED_FUNCTIONS))
             time.sleep(POLL_SECONDS)
 
 
 def compile_share(number: int) -> None:
-    """Compile the whole trie, starting at one of ``PROCESSES`` ends."""
+    """Compile the trie, starting at one of ``PROCESSES`` ends."""
     index, cursor, mixer = map(numba.typeof, (Index.allocate(0, 0, 0), TextCursor.start(), blank()))
     shared = (index, index, cursor, mixer, numba.typeof(DraftWorkspace.allocate(1)))
     if number == 0:

@@ -1,8 +1,8 @@
-"""Count what followed a context, and undo counts.
+"""Counts of what followed a context, and their removal.
 
-A context with one follower lies in its slot. With several, it has a block: a header, then one row per follower. A count
-that grows moves its row up by at most one place, so rows stay nearly sorted, most frequent first. Blocks have 4, 8, 16,
-32 or 64 rows; a full block moves to one of twice its size.
+A context with one follower has it in its slot. With several, it has a block: a header, then one row per follower. A
+count that grows moves its row up by at most one place, so rows stay nearly sorted, most frequent first. Blocks have 4,
+8, 16, 32 or 64 rows; a full block moves to one of twice its size.
 
 A context keeps ``KEPT_FOLLOWERS``. A further one replaces one of the rarest, whose count stays in the total. So
 counting costs the same however many tokens follow a context.
@@ -40,8 +40,7 @@ def _release(index: Index, block: int, size_class: int) -> None:
 
 @compiled
 def _allocate(index: Index, size_class: int) -> int:
-    """Return a block, or 0 if none is free. Takes a free block of this size, else unused rows, else half of a larger
-    free block."""
+    """Return a free block of this size, else unused rows, else half of a larger free block; 0 if there is none."""
     state, blocks = index.state[0], index.blocks
     block, found = index.free_blocks[size_class], size_class
     if block == 0 and state.block_top + (1 << size_class) <= len(blocks):
@@ -64,14 +63,14 @@ def _allocate(index: Index, size_class: int) -> int:
 
 @compiled
 def _move(index: Index, to: int, start: int, rows: int) -> None:
-    """Copy rows of blocks, first to last; ``to`` may overlap if it is lower."""
+    """Copy rows, first to last; ``to`` may overlap if it is lower."""
     for row in range(rows):
         index.blocks[to + row] = index.blocks[start + row]
 
 
 @compiled
 def _relocate(index: Index, slot: int, rows: int, old: int, new: int) -> int:
-    """Move the first rows of a context's block to another size class; return the new block, or 0 if none is free."""
+    """Move the first rows of a context's block to another size class; return the new block, or 0."""
     block, moved = -1 - index.slots[slot].value, _allocate(index, new)
     if moved != 0:
         _move(index, moved, block, rows)
@@ -82,7 +81,6 @@ def _relocate(index: Index, slot: int, rows: int, old: int, new: int) -> int:
 
 @compiled
 def _pair(index: Index, slot: int, token: int) -> bool:
-    """Add a second follower; False if there is no room."""
     slots, blocks = index.slots, index.blocks
     block = _allocate(index, FIRST_SIZE_CLASS)
     if block == 0:
@@ -96,7 +94,7 @@ def _pair(index: Index, slot: int, token: int) -> bool:
 
 @compiled
 def _replace_rarest(index: Index, block: int, token: int, turn: int) -> None:
-    """Replace one of the rarest followers. Among equals, those in the second half take turns."""
+    """Replace one of the rarest followers; equals in the second half take turns."""
     blocks = index.blocks
     first = KEPT_FOLLOWERS // 2 + turn % (KEPT_FOLLOWERS // 2)
     rarest = 1 + first
@@ -110,7 +108,7 @@ def _replace_rarest(index: Index, block: int, token: int, turn: int) -> None:
 
 @compiled
 def _append(index: Index, slot: int, token: int) -> bool:
-    """Add a follower to a block, moving it if full; False if there is no room."""
+    """Add a follower to a block, moving it if full; return False if there is no room."""
     blocks = index.blocks
     block = -1 - index.slots[slot].value
     size = blocks[block].followers
@@ -130,7 +128,6 @@ def _append(index: Index, slot: int, token: int) -> bool:
 
 @compiled
 def _entry(index: Index, block: int, token: int) -> int:
-    """Return a follower's number in a block, from 1, or 0."""
     blocks = index.blocks
     for entry in range(1, blocks[block].followers + 1):
         if blocks[block + entry].token == token:
@@ -147,7 +144,6 @@ def _swap(index: Index, block: int, one: int, other: int) -> None:
 
 @compiled
 def _count_in(index: Index, block: int, entry: int) -> None:
-    """Count a follower of a block, and mark it as the last."""
     blocks = index.blocks
     blocks[block + entry].count += 1
     if entry > 1 and blocks[block + entry - 1].count <= blocks[block + entry].count:
@@ -158,7 +154,7 @@ def _count_in(index: Index, block: int, entry: int) -> None:
 
 @compiled
 def count(index: Index, hashed: np.uint64, token: int) -> bool:
-    """Count ``token`` after a context; False if there is no room."""
+    """Count ``token`` after a context; return False if there is no room."""
     slots = index.slots
     slot = find(index, hashed)
     if slot == 0:
@@ -200,8 +196,7 @@ def _counted(index: Index, block: int) -> int:
 
 @compiled
 def _erase(index: Index, slot: int, entry: int) -> None:
-    """Remove a follower from a block. A half-empty block moves to a smaller one. A single remaining follower returns to
-    the slot."""
+    """Remove a follower. A half-empty block moves to a smaller one; a single remaining follower returns to the slot."""
     blocks = index.blocks
     block = -1 - index.slots[slot].value
     header = blocks[block]
@@ -211,7 +206,7 @@ def _erase(index: Index, slot: int, entry: int) -> None:
     _move(index, block + entry, block + entry + 1, size - entry)
     header.followers = size - 1
     old, new = _size_class(size), _size_class(size - 1)
-    if size == 2:  # the block takes along what replaced followers left in the total
+    if size == 2:  # the block keeps what replaced followers left in the total
         index.slots[slot].value, index.slots[slot].total = blocks[block + 1].token, blocks[block + 1].count
         _release(index, block, old)
     elif new != old and _relocate(index, slot, size, old, new) == 0:
@@ -220,7 +215,6 @@ def _erase(index: Index, slot: int, entry: int) -> None:
 
 @compiled
 def _uncount_in(index: Index, slot: int, token: int) -> None:
-    """Undo one count of a follower of a block, or of one that was replaced."""
     blocks = index.blocks
     block = -1 - index.slots[slot].value
     entry = _entry(index, block, token)
@@ -242,7 +236,7 @@ def _uncount_in(index: Index, slot: int, token: int) -> None:
 
 @compiled
 def uncount(index: Index, hashed: np.uint64, token: int) -> None:
-    """Undo one count of ``token`` after a context, if there is one."""
+    """Undo one count of ``token`` after a context, if any."""
     slots = index.slots
     slot = find(index, hashed)
     if slot == 0:

@@ -16,21 +16,14 @@ from forerun.trie.text_cursor import TextCursor
 
 
 class DraftWorkspace(NamedTuple):
-    """Working memory; nothing in it outlives a call.
-
-    Row 0 by node is the root, the end of the sequence; node i of the draft has row i + 1.
+    """Working memory; nothing in it outlives a call. Row 0 by node is the end of the sequence, row i + 1 is node i.
 
     Attributes:
         hashes: of each node's contexts, by source and order; uint64 ``[n + 1, 2, ORDERS + 1]``.
-        slots: of these contexts, int32 ``[n + 1, 2, ORDERS + 1]``.
         copies: by node and source; ``COPY`` ``[n + 1, 2]``.
         matches: by node; ``GAPPED_MATCH`` ``[n + 1, 2]``.
-        depths: of each node, int64 ``[n + 1]``.
-        frontier: candidates not drafted yet.
-        table: candidates of the current node.
+        depths: int64 ``[n + 1]``.
         recent: recent tokens, whose evidence is equal at all nodes.
-        evidence: of the current node.
-        noise: of the current sequence; ``NOISE`` ``[1]``.
     """
 
     hashes: HashArray
@@ -64,14 +57,8 @@ class DraftWorkspace(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """A tree of drafted tokens, parents first.
-
-    Attributes:
-        tokens: token ids, int64 ``[n]``.
-        parents: parent of each node, int64 ``[n]``; ``ROOT`` for the first tokens after the sequence.
-        probability: estimated probability of acceptance, float64 ``[n]``.
-        origins: ``Origin`` of each, int8 ``[n]``.
-    """
+    """A draft tree, parents first: tokens and parents int64 ``[n]``, ``ROOT`` for first tokens; estimated probability
+    of acceptance, float64 ``[n]``; and ``Origin``, int8 ``[n]``."""
 
     tokens: IntArray
     parents: IntArray
@@ -92,7 +79,7 @@ class Draft(NamedTuple):
 def find_slots(
     own: Index, shared: Index, workspace: DraftWorkspace, node: int, lowest: int, own_highest: int, shared_highest: int
 ) -> None:
-    """Find the slots of a node's contexts from order ``lowest`` to each source's highest; others become 0."""
+    """Find the slots of a node's contexts from order ``lowest`` to each source's highest; clear the others."""
     hashes, slots = workspace.hashes, workspace.slots
     for order in range(1, ORDERS + 1):
         in_own, in_shared = lowest <= order <= own_highest, lowest <= order <= shared_highest

@@ -1,6 +1,6 @@
 """The compiled functions of each step: index new tokens, then draft.
 
-They take addresses of handles rather than arrays, which is faster. ``step`` releases the GIL.
+They receive addresses instead of arrays, which is faster.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ _known_suffix = text_cursor.known_suffix
 
 
 OWN_ROOM, OWN_HINTS, SHARED_ROOM = 1, 2, 4
-"""What indexing needs before it can go on, as a sum: room or hints in the request's index, and either in the
-namespace."""
+"""What indexing needs to go on, as a sum: room or hints in the request's index, and either in the namespace."""
 
 
 @compiled
@@ -45,8 +44,7 @@ def _set_noise(workspace: DraftWorkspace, text: np.record, ahead: int) -> None:
 def _learn_evidence(
     own: Index, shared: Index, cursor: TextCursor, mixer: Mixer, workspace: DraftWorkspace, token: int, rate: float
 ) -> None:
-    """Update the mixer with the evidence for each candidate, now that ``token`` came. Recent tokens take part at every
-    other token, which halves their cost."""
+    """Train the mixer on the token that came; on recent tokens at every other token, which halves their cost."""
     table, evidence = workspace.table, workspace.evidence
     set_root(own, shared, cursor, workspace)
     gather(own, shared, workspace, 0, 0.0)
@@ -67,8 +65,8 @@ def _extend(
     tokens: IntArray,
     rate: float,
 ) -> int:
-    """Index generated tokens in both sources; with ``rate`` above 0, train the mixer on each first. Return what is
-    needed before the next call, or 0."""
+    """Index generated tokens in both sources; with ``rate`` above 0, train the mixer on each first. Return what the
+    next call needs, or 0."""
     for token in tokens:
         if rate > 0:
             _learn_evidence(own, shared, cursor, mixer, workspace, token, rate)
@@ -83,8 +81,7 @@ def _extend(
 def _learn(
     text: np.record, tokens: IntArray, kept_at: IntArray, lists: RecycledRows, workspace: DraftWorkspace, rate: float
 ) -> int:
-    """Index a sequence's new tokens piece by piece, and keep its recycled lists; return what it needs to go on, or
-    0."""
+    """Index a sequence's new tokens piece by piece, and its recycled lists; return what it needs to go on, or 0."""
     own, shared = index_at(text.own), index_at(text.shared)
     if own.state[0].tokens + text.new_end - text.at > text.room:
         return OWN_ROOM
@@ -135,8 +132,7 @@ def step(
     probability: FloatArray,
     origins: Int8Array,
 ) -> tuple[int, int]:
-    """Index the new tokens of all sequences, then draft after each. Numba passes vectors faster than named tuples of
-    them.
+    """Index the new tokens of all sequences, then draft after each, without the GIL.
 
     Args:
         steps: one per sequence; ``TEXT_STEP`` ``[n]``; records the progress of the call.
@@ -147,7 +143,7 @@ def step(
         drafted, parents, probability, origins: filled with nodes, sequence by sequence; see ``Draft``.
 
     Returns:
-        The sequence that needs something before the call is repeated, and what; two zeros when done.
+        The sequence that needs something before the call is repeated, and what; zeros when done.
     """
     memory, lists = workspace_at(workspace), RecycledRows(before, last, best, scores)
     for number in range(len(steps)):

@@ -1,7 +1,7 @@
 """Gathers the candidates for the next token, and the evidence for each.
 
 Candidates are the followers of the last one to ``ORDERS`` tokens in both sources, the predictions of copies and gapped
-matches, substitutes, and recycled logits; if these are few, recent tokens too.
+matches, substitutes, and recycled logits; recent tokens too, if these are few.
 """
 
 from __future__ import annotations
@@ -80,7 +80,6 @@ EULER = 0.5772156649015329
 
 @compiled
 def _note(table: CandidateTable, at: int, source: int, order: int, token: int, cell: int, add: bool) -> None:
-    """Store a follower's cell in input ``at`` of its candidate."""
     number = candidate(table, token, add)
     if number == NONE:
         return
@@ -127,7 +126,6 @@ def _add_followers(
 def _add_substitutes(
     own: Index, match: np.record, evidence: PositionEvidence, table: CandidateTable, least: float
 ) -> None:
-    """Make candidates of the substitutes for the next token of the prompt's match."""
     substitutes = current_substitute_hash(own, match)
     slot = find(own, substitutes) if substitutes != 0 else 0
     evidence.absent[OWN, ORDERS].shorter = NONE
@@ -144,8 +142,7 @@ def _note_skip(evidence: PositionEvidence, row: int, skip: int, count: int, tota
 
 @compiled
 def count_skips(own: Index, match: np.record, row: int, hashed: np.uint64, evidence: PositionEvidence) -> None:
-    """Fill in ``PositionEvidence.skips`` from how often each skip followed the last two tokens, whose hash is
-    ``hashed``."""
+    """Fill in ``PositionEvidence.skips`` from how often each skip followed the last two tokens."""
     skipped = skip_hash(match, row, hashed)
     slot = find(own, skipped) if skipped != 0 else 0
     if slot == 0:
@@ -165,7 +162,7 @@ def count_skips(own: Index, match: np.record, row: int, hashed: np.uint64, evide
 
 @compiled
 def _add_predicted(match: np.record, row: int, table: CandidateTable, token: int, kind: int, skip_cell: int) -> None:
-    """Make a predicted token a candidate, unless the match predicts it nearer."""
+    """Make a predicted token a candidate, unless the match predicts it at a nearer place."""
     number = candidate(table, token, True)
     if number == NONE or table.cells[number, MATCHED + row] != NONE:
         return
@@ -200,7 +197,6 @@ def _add_predictions(own: Index, match: np.record, row: int, evidence: PositionE
 def _add_matches(
     own: Index, matches: RecordArray, node: int, hashed: np.uint64, evidence: PositionEvidence, table: CandidateTable
 ) -> None:
-    """Make candidates of the predictions of a node's matches; ``hashed`` is of its last two tokens."""
     evidence.inputs[0] = SUBSTITUTE
     for row in range(2):
         match = matches[node, row]
@@ -239,7 +235,7 @@ def _add_copy(
 
 @compiled
 def gather(own: Index, shared: Index, workspace: DraftWorkspace, node: int, least: float) -> None:
-    """Fill the table for a node from all evidence; for ``least`` see ``_add_followers``."""
+    """Fill the table for a node; for ``least``, see ``_add_followers``."""
     hashes, copies, matches = workspace.hashes, workspace.copies, workspace.matches
     table, evidence = workspace.table, workspace.evidence
     clear(table)
@@ -264,9 +260,9 @@ def gather(own: Index, shared: Index, workspace: DraftWorkspace, node: int, leas
 def noise_of(noise: RecordArray, ahead: int, token: int) -> float:
     """Return T times a token's noise above its mean, ``ahead`` tokens after ``NOISE.position``; 0 if unknown.
 
-    Coupled sampling takes the largest log p / T + g, where the Gumbel noise g is a pure function of seed, position and
-    token (``core/sampling_kernels.py``); equivalently, the largest log p + T g. So of equally likely tokens, the one
-    with the most noise wins. The mixer adds T g, less its mean, to the log-odds with a learned weight.
+    Coupled sampling chooses the largest log p / T + g, where the Gumbel noise g is a pure function of seed, position
+    and token (``core/sampling_kernels.py``); equivalently, the largest log p + T g. So of equally likely tokens, the
+    one with the most noise wins. The mixer adds T g, less its mean, to the log-odds with a learned weight.
     """
     text = noise[0]
     if text.temperature == 0:
@@ -322,8 +318,7 @@ def complete(table: CandidateTable, evidence: PositionEvidence, noise: RecordArr
 
 @compiled
 def _frequency_class(index: Index, token: int) -> int:
-    """Return the log-scale class of a token's frequency in a source, about a factor of two (``e ** (1 / 1.5)``) each; 0
-    if it never occurred."""
+    """Return the log-scale class of a token's frequency, ``e ** (1 / 1.5)`` each; 0 if it never occurred."""
     slot = find(index, mix(np.uint64(0), token))
     if slot == 0:
         return 0
@@ -349,8 +344,7 @@ def _add_recent(index: Index, source: int, table: CandidateTable, first: int) ->
 
 @compiled
 def gather_recent(own: Index, shared: Index, table: CandidateTable) -> None:
-    """Add the recent tokens to the table, with their frequency and recency. Earlier candidates have better evidence and
-    keep their cells."""
+    """Add recent tokens, with frequency and recency; earlier candidates have better evidence and keep it."""
     first = table.size[0]
     _add_recent(own, OWN, table, first)
     _add_recent(shared, SHARED, table, first)

@@ -16,12 +16,11 @@ from forerun.trie.arrays import FloatArray
 from forerun.trie.tables import SPAN, RecordArray
 
 ORDER_BITS, NODE_BITS = 3, 20
-"""Bits of each order, and of the parent. An entry packs token, parent, longest request context, longest namespace
-context."""
+"""Bits of each order, and of the parent. An entry packs token, parent, longest context in request and in namespace."""
 
 ABOVE_START = 2 * ORDER_BITS
 TOKEN_START = ABOVE_START + NODE_BITS
-"""First bits of the parent and of the token, above the orders."""
+"""First bits of parent and token."""
 
 RECYCLED_ORDER = 7
 """Replaces the request context's order if only recycled logits predict the token."""
@@ -30,13 +29,8 @@ FROM_TEXT, FROM_EARLIER, FROM_LOGITS = int(Origin.TEXT), int(Origin.EARLIER), in
 
 
 class Frontier(NamedTuple):
-    """Candidates not drafted yet.
-
-    Attributes:
-        chances: estimated probabilities, descending; float64 ``[2 n + 1]``.
-        entries: see ``packed``, int64 ``[2 n + 1]``.
-        span: ``SPAN`` ``[1]``.
-    """
+    """Estimated probabilities, descending, float64 ``[2 n + 1]``; entries, int64 ``[2 n + 1]``; their ``SPAN``
+    ``[1]``."""
 
     chances: FloatArray
     entries: IntArray

@@ -27,7 +27,7 @@ from forerun.trie.tables import OUTPUT_MATCH, PROMPT_MATCH, RecordArray
 from forerun.trie.token_store import UNWRITTEN, following, read
 
 PROMPT_LOOKAHEAD, OUTPUT_LOOKAHEAD = 4, 8
-"""How many tokens ahead move the prompt's and the output's match on. The output's match drafts only the next token."""
+"""How many tokens ahead move each match on. The output's match drafts only the next token."""
 
 MAX_GAP_TOKENS = 40
 """A match ends after more unpredicted tokens than this."""
@@ -42,7 +42,7 @@ PLAIN_COPY_RUN = 32
 """After this many predicted tokens in a row, a match is an ordinary copy and stops predicting."""
 
 RESUMED_CLASSES, GAP_CLASSES = 3, 7
-"""Classes of ``GAPPED_MATCH.resumed`` and of ``GAPPED_MATCH.gap``."""
+"""Classes of ``GAPPED_MATCH.resumed`` and ``.gap``."""
 
 SPELT, SPELT_AHEAD, INSIDE_SPELLING, UNPREDICTED, OUTSIDE_SPELLING, NEXT, OTHER = range(
     PROMPT_LOOKAHEAD, PROMPT_LOOKAHEAD + 7
@@ -66,8 +66,7 @@ SKIP_MARK = 1 << 31
 """Mixed into a skip context's hash, plus the match's number. No token has such an id."""
 
 SKIPS = 2 * PROMPT_LOOKAHEAD
-"""The skip to an unpredicted token. Skips below ``PROMPT_LOOKAHEAD`` are the distance to the token; from there on, to
-its spelling."""
+"""The skip to an unpredicted token. Others are the distance to a token, or that plus the lookahead, to its spelling."""
 
 
 @compiled
@@ -102,8 +101,7 @@ def current_substitute_hash(own: Index, match: np.record) -> np.uint64:
 
 @compiled
 def skip_hash(match: np.record, row: int, hashed: np.uint64) -> np.uint64:
-    """Return the context of the skip, or 0; ``hashed`` is of the last two tokens. One exists while the prompt's match
-    waits, or the output's is followed."""
+    """Return the context of the skip, if the prompt's match waits or the output's is followed, else 0."""
     if match.position == 0 or match.resumed + 1 < MIN_RESUMED or match.spelled != 0:
         return np.uint64(0)
     waits = match.gap != 0
@@ -143,7 +141,7 @@ def _note_spelling(own: Index, match: np.record, position: int, predicted: int, 
 
 @compiled
 def _continue_spelling(own: Index, match: np.record, token: int) -> bool:
-    """Continue a spelling with the token; if it does not fit, skip the word and return False."""
+    """Continue a spelling; if the token does not fit, skip the word and return False."""
     position, came = match.position, match.spelled
     predicted = read(own, position)
     if spelled(own.spelling, predicted, came) == token:
@@ -204,17 +202,16 @@ def follow_matches(own: Index, matches: RecordArray, node: int, token: int) -> N
 
 @compiled
 def inherit_matches(matches: RecordArray, above: int, node: int) -> None:
-    """Copy the parent's matches to a node, except those not active yet: within a draft's depth they would hardly become
-    so."""
+    """Copy the parent's active matches to a node: within a draft's depth, others would hardly become active."""
     for row in range(2):
-        matches[node, row].position = matches[node, row].spelled = 0  # clears what an earlier draft left
+        matches[node, row].position = matches[node, row].spelled = 0  # clears an earlier draft's
         if matches[above, row].position != 0 and matches[above, row].resumed >= MIN_RESUMED:
             matches[node, row] = matches[above, row]
 
 
 @compiled
 def start_match(matches: RecordArray, position: int, agreed: int) -> None:
-    """Start a match where a copy points, unless one is being followed or the copy agrees too little."""
+    """Start a match where a copy points, unless one is followed or the copy agrees too little."""
     row = PROMPT_MATCH if position <= matches[0, PROMPT_MATCH].prompt_end else OUTPUT_MATCH
     match = matches[0, row]
     waiting = match.position

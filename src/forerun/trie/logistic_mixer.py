@@ -4,10 +4,10 @@ Logistic mixing as in the PAQ compressors (Mahoney, 2005):
 
 1. Each piece of evidence has a *cell* (``candidates``), which learns how often tokens with such evidence came.
 2. The log-odds of a candidate's cells are summed with *weights*, trained by gradient descent. There is one set per
-  quality of match, because a long context makes short ones worth less.
+quality of match, because a long context makes short ones worth less.
 3. A *correction* maps the sum to a probability, from how often candidates with that sum came.
 
-Nothing here holds tokens.
+No cell, weight or correction contains tokens.
 """
 
 from __future__ import annotations
@@ -38,43 +38,35 @@ from forerun.trie.tables import OWN, SHARED
 from forerun.trie.token_store import UNWRITTEN
 
 WEIGHT_COLUMNS = BIAS + 1
-"""Columns of ``Mixer.weights``: the inputs, and the constant."""
 
 TEXT_SETS = 81
-"""Weight sets for evidence from sequences: three classes each of longest request and namespace context, copies and
-matches."""
+"""Weight sets for evidence from sequences: three classes each of longest contexts by source, copies and matches."""
 
 SETS = 4 * TEXT_SETS
-"""Rows of ``Mixer.weights``: ``TEXT_SETS`` for each class of recycled logits: no list, not on the list, on the list
-after one token, after two."""
+"""``TEXT_SETS`` for each class of recycled logits: no list, not on the list, on the list after one token, after two."""
 
 KNOTS = 33
 """Points of the correction: log-odds from -8 to 8 in steps of 0.5."""
 
 STEEPEST = 7.99
-"""Larger log-odds are clipped to this."""
 
 PRIOR_FILE = Path(__file__).with_name("prior.npy")
 """Cells, weights and correction trained on other sequences."""
 
 SLOWEST_CELL_RATE = 0.0003
-"""Minimum learning rate of a cell's probability."""
 
 CORRECTION_RATE = 0.01
-"""Learning rate of the correction."""
 
 LONG_COPY = 16
 """Copies that agree for at least this many tokens use a separate weight set."""
 
 
 class Cells(NamedTuple):
-    """Statistics of each kind of evidence, float32 ``[CELLS + 1]``. The last entry is for ``NONE`` (-1): its log-odds
-    are 0.
+    """Statistics of each kind of evidence, float32 ``[CELLS + 1]``; the last is for ``NONE`` (-1), with log-odds 0.
 
     Attributes:
         odds: log(chance / (1 - chance)).
         chance: how often tokens with such evidence came.
-        uses: number of observations.
         changed: 1 while ``odds`` is older than ``chance``.
     """
 
@@ -119,7 +111,6 @@ def corrected(mixer: Mixer, chosen: int, odds: float) -> float:
 
 @compiled
 def _weights_of(table: CandidateTable, number: int, evidence: PositionEvidence) -> int:
-    """Return the weight set of a candidate, by the quality of its match."""
     found, copied = table.candidates[number], 0
     for source in range(2):
         if evidence.copies[source].token == found.token:
@@ -139,13 +130,13 @@ def _listed_class(evidence: PositionEvidence, listed: int) -> int:
 
 @compiled
 def unmatched_by_text(chosen: int) -> bool:
-    """Whether a weight set is for tokens that only recycled logits predict."""
+    """Return whether a weight set is for tokens that only recycled logits predict."""
     return bool(chosen >= 2 * TEXT_SETS and chosen % TEXT_SETS == 0)
 
 
 @compiled
 def weights_unmatched(evidence: PositionEvidence) -> int:
-    """Return the weight set for a token without a context, copy, match or list."""
+    """Return the weight set for a token without context, copy, match or list."""
     return TEXT_SETS * _listed_class(evidence, 0)
 
 
@@ -164,8 +155,7 @@ def weigh(mixer: Mixer, table: CandidateTable, evidence: PositionEvidence) -> No
 
 @compiled
 def odds_unmatched(mixer: Mixer, chosen: int, evidence: PositionEvidence) -> float:
-    """Return the log-odds of a token without a context, copy or match, before its frequency and recency; ``chosen`` is
-    ``weights_unmatched``."""
+    """Return the log-odds of a token without context, copy or match, before its frequency and recency."""
     odds = mixer.weights[chosen, BIAS]
     for order in range(RECYCLED_ORDERS):
         odds += mixer.weights[chosen, RECYCLED + order] * mixer.cells.odds[evidence.unlisted[order]]
@@ -209,8 +199,7 @@ def _teach_candidate(mixer: Mixer, table: CandidateTable, inputs: int, number: i
 
 @compiled
 def teach(mixer: Mixer, table: CandidateTable, inputs: int, token: int, rate: float) -> None:
-    """Train on the token that came. Log-odds are updated last, so that all candidates of a position train on equal
-    ones."""
+    """Train on the token that came. Log-odds change last, so that all candidates of a position train on equal ones."""
     cells, size = mixer.cells, table.size[0]
     for number in range(size):
         _teach_candidate(mixer, table, inputs, number, 1.0 if table.candidates[number].token == token else 0.0, rate)
@@ -231,10 +220,10 @@ def dump(mixer: Mixer) -> FloatArray:
 
 
 def restore(learned: FloatArray) -> Mixer:
-    """Restore a mixer from ``dump``'s vector; raise ValueError if its length differs or a value is not finite."""
+    """Restore a mixer from ``dump``'s vector; raise ValueError for another length or infinite values."""
     ends = np.cumsum([CELLS, CELLS, SETS * WEIGHT_COLUMNS, SETS * KNOTS])
     if len(learned) != ends[-1] or not np.isfinite(learned).all():
-        raise ValueError("the learned weights have another size, or are not finite")
+        raise ValueError("the learned weights have the wrong size, or are not finite")
     chances, uses, weights, correction = np.split(learned, ends[:-1])
     mixer = blank()
     cells = mixer.cells
@@ -247,8 +236,7 @@ def restore(learned: FloatArray) -> Mixer:
 
 
 def prior() -> Mixer:
-    """Return a mixer trained on other sequences and a model's answers by ``python -m benchmarks learn-evidence``, then
-    ``learn-recycled``."""
+    """Return the bundled mixer, trained by ``python -m benchmarks learn-evidence``, then ``learn-recycled``."""
     return _load_prior().copy()
 
 

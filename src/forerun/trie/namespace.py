@@ -1,4 +1,4 @@
-"""The outputs of one namespace, in arrays of fixed size. When they are full, the oldest outputs are removed.
+"""The outputs of one namespace, in arrays of fixed size; when full, the oldest outputs are removed.
 
 An output is removed entirely, but piece by piece, so that no step waits for a long one.
 """
@@ -30,8 +30,8 @@ MIN_GROWTH_BYTES = 1 << 16
 
 
 class Texts(NamedTuple):
-    """A raw copy of a namespace's outputs, fast to make and decoded later: rows of ``Index.text``, and the first chunk
-    of each output, oldest first, int64 ``[n]``."""
+    """A raw copy of outputs, decoded later: rows of ``Index.text``, and each output's first chunk, oldest first,
+    int64."""
 
     rows: RecordArray
     firsts: IntArray
@@ -51,16 +51,14 @@ class Namespace:
 
     Args:
         capacity: maximum bytes of its arrays, at least 2**16.
-        allow: called with the namespace and the bytes it requests; returns those granted. The namespace starts with
-            none. Without ``allow`` it has its full capacity at once.
+        allow: called with the namespace and the bytes it requests; returns those granted. Without it, the namespace has
+            its full capacity at once.
 
     Attributes:
         granted: bytes it may use, at most ``capacity``.
         outputs: first chunks of finished outputs, oldest first.
-        writers: by request, the cursors of outputs in progress.
         changed: number of its last change; 0 before the first.
         mixer: private to the namespace, so that drafts reveal nothing about other namespaces.
-        handles: of the index, and of the mixer.
     """
 
     def __init__(self, capacity: int, mixer: Mixer, allow: Callable[[Namespace, int], int] | None = None) -> None:
@@ -72,18 +70,17 @@ class Namespace:
         self.mixer = mixer
         self.handles: tuple[ArrayHandles[Index], ArrayHandles[Mixer]] = (ArrayHandles(), ArrayHandles())
         self._allow = allow
-        self.index = self._whole = Index.for_bytes(capacity)
+        self.index = self._reserved = Index.for_bytes(capacity)
         self._resize()
         self._leaving: TextCursor | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Point the index of a copy at the copy's arrays."""
         self.__dict__.update(state)
         self._resize()
 
     def publish(self, tokens: IntArray) -> bool:
         """Add an output; return False, adding nothing, if it does not fit."""
-        if len(tokens) > CHUNK_TOKENS * (len(self._whole.text) - 1):  # evict nothing for an output that cannot stay
+        if len(tokens) > CHUNK_TOKENS * (len(self._reserved.text) - 1):  # evict nothing for an output that cannot stay
             return False
         cursor = TextCursor.start()
         for start in range(0, len(tokens), PIECE_TOKENS):
@@ -97,7 +94,7 @@ class Namespace:
         return True
 
     def close(self, request_id: int) -> None:
-        """Mark a request's output as finished; from now on it may be removed."""
+        """Mark a request's output as finished: it may now be removed."""
         self._finish(self.writers.pop(request_id))
 
     def _finish(self, cursor: TextCursor) -> None:
@@ -105,8 +102,7 @@ class Namespace:
             self.outputs.append(cursor.first_chunk)
 
     def make_room(self, tokens: int) -> None:
-        """Grow if little room is left. If growth is denied, remove old outputs, up to ``WITHDRAWN_PER_TOKEN`` tokens
-        per new one."""
+        """Grow if little room is left, or else remove old outputs, up to ``WITHDRAWN_PER_TOKEN`` tokens per new one."""
         if self._allow is not None and self.granted < self.capacity and arrays.tight(self.index):
             self._grow(self._allow)
         patience = WITHDRAWN_PER_TOKEN * tokens
@@ -123,7 +119,7 @@ class Namespace:
 
     def _resize(self) -> None:
         """Limit the index to the granted bytes; its small arrays do not count."""
-        self.index = self.index.within(self._whole, self.granted)
+        self.index = self.index.within(self._reserved, self.granted)
 
     def withdraw(self) -> None:
         """Remove the oldest finished output, in time proportional to its length."""
@@ -132,7 +128,7 @@ class Namespace:
                 pass
 
     def _withdraw(self) -> bool:
-        """Remove a piece of the oldest output; return True if it was the last piece."""
+        """Remove a piece of the oldest output; return whether it was the last piece."""
         if self._leaving is None:
             self._leaving = _front(self.outputs.popleft())
         done = text_cursor.withdraw(self.index, self._leaving, PIECE_TOKENS)
@@ -149,7 +145,6 @@ class Namespace:
 
 
 def _front(first_chunk: int) -> TextCursor:
-    """Return a cursor at the start of an output, to remove it from there."""
     cursor = TextCursor.start()
     cursor.ends[SHARED].position = first_chunk * CHUNK_TOKENS
     return cursor

@@ -40,7 +40,6 @@ class NamespaceLRU(Mapping[str, Namespace]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes ever used by the current namespaces."""
         return sum(space.index.nbytes for space in self._spaces.values())
 
     @property
@@ -48,11 +47,10 @@ class NamespaceLRU(Mapping[str, Namespace]):
         return sum(space.granted for space in self._spaces.values())
 
     def bound(self, limit: int, namespaces: int, per_owner: int | None = None) -> None:
-        """Bound the bytes of all namespaces, their number, and that of one owner's; raise ValueError without room for
-        one."""
+        """Bound the bytes of all namespaces, their number, and one owner's number."""
         if limit < MIN_GROWTH_BYTES or namespaces < 1:
             raise ValueError(
-                f"the limit is {limit} bytes for {namespaces} namespaces; allowed: {MIN_GROWTH_BYTES} and 1 at least"
+                f"the limit is {limit} bytes for {namespaces} namespaces; the minima are {MIN_GROWTH_BYTES} and 1"
             )
         self._limit, self._most, self._bounded = limit, namespaces, True
         self._most_of_owner = namespaces if per_owner is None else per_owner
@@ -91,7 +89,6 @@ class NamespaceLRU(Mapping[str, Namespace]):
         return Namespace(self._capacity, self.mixer.copy(), self._allow if self._bounded else None)
 
     def _allow(self, space: Namespace, requested: int) -> int:
-        """Return how many of the requested bytes a namespace may use."""
         self._make_room(requested, 0, space)
         return max(0, min(requested, self._limit - self.granted))
 

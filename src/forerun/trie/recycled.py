@@ -4,7 +4,7 @@ A verifying pass computes logits after every node of a draft, accepted or not. T
 under the last two tokens before it, and under the last one; where these come again, they are candidates. This is Token
 Recycling (Luo et al., 2024, arXiv 2408.08696), with two tokens of context, and weighed by the mixer.
 
-A newer list overwrites an older one with the same slot, so the table has a fixed size.
+A newer list overwrites an older one in its slot, so the table has a fixed size.
 """
 
 from __future__ import annotations
@@ -85,21 +85,21 @@ BLOCK_LOGITS = 64
 
 @compiled
 def best_of_rows(logits: Float32Array, tokens: Int32Array, scores: Float32Array) -> None:
-    """Find the top tokens of each row of logits ``[n, V]``, best first; fill ``tokens``, padded with -1, and
-    ``scores``, ``[n, LISTED]``."""
+    """Fill ``tokens`` and ``scores``, ``[n, LISTED]``, with the best of logits ``[n, V]``; tokens are padded with
+    -1."""
     rows, vocabulary = logits.shape
     for row in range(rows):
         tokens[row], scores[row] = -1, -np.inf
-        whole = vocabulary - vocabulary % BLOCK_LOGITS
-        for first in range(0, whole, BLOCK_LOGITS):
+        aligned = vocabulary - vocabulary % BLOCK_LOGITS
+        for first in range(0, aligned, BLOCK_LOGITS):
             if _any_above(logits[row], first, scores[row, LISTED - 1]):
                 _best_between(logits[row], first, first + BLOCK_LOGITS, tokens[row], scores[row])
-        _best_between(logits[row], whole, vocabulary, tokens[row], scores[row])
+        _best_between(logits[row], aligned, vocabulary, tokens[row], scores[row])
 
 
 @compiled
 def _any_above(line: Float32Array, first: int, least: np.float32) -> bool:
-    """Whether a block has a logit above ``least``. Unsigned indices and sums let the loop vectorise."""
+    """Return whether a block has a logit above ``least``. Unsigned indices and sums let the loop vectorise."""
     found = np.uint32(0)
     for k in range(np.uint64(BLOCK_LOGITS)):
         found = np.uint32(found | np.uint32(line[np.uint64(first) + k] > least))
@@ -108,7 +108,6 @@ def _any_above(line: Float32Array, first: int, least: np.float32) -> bool:
 
 @compiled
 def _best_between(line: Float32Array, first: int, end: int, tokens: Int32Array, scores: Float32Array) -> None:
-    """Insert the tokens from ``first`` to before ``end`` into the top list."""
     for token in range(first, end):
         score = line[token]
         if score > scores[LISTED - 1]:
@@ -139,7 +138,6 @@ def _write(place: np.record, hashed: np.uint64, tokens: Int32Array, scores: Floa
 
 @compiled
 def _place(index: Index, hashed: np.uint64) -> int:
-    """Return the table row for a context's list, and count it as written."""
     row = table_row(hashed, len(index.recycled))
     if index.recycled[row].key == 0:
         index.state[0].lists += 1
@@ -157,7 +155,7 @@ def _copy(index: Index, hashed: np.uint64, source: np.record) -> None:
 
 @compiled
 def keep(own: Index, shared: Index, rows: RecycledRows, row: int) -> None:
-    """Store the top tokens of a row, for its request and its namespace."""
+    """Store the top tokens of a row for its request and its namespace."""
     if rows.tokens[row, 0] < 0:
         return
     last, before = rows.last[row], rows.before[row]
@@ -186,7 +184,7 @@ def _add_listed(
     table: CandidateTable,
     least: float,
 ) -> bool:
-    """Make candidates of a list's tokens whose probability exceeds ``least``; False if the context has no list."""
+    """Make candidates of tokens on a list with a probability above ``least``; return False without a list."""
     place = lists[table_row(hashed, len(lists))]
     if place.key != hashed or hashed == 0:
         return False
@@ -211,8 +209,7 @@ def recall(
     table: CandidateTable,
     least: float,
 ) -> None:
-    """Make candidates from the lists of a node's last tokens: for each context the request's list, else the
-    namespace's, else the static one."""
+    """Make candidates from lists of a node's last tokens: the request's, else the namespace's, else the static one."""
     for order in range(RECYCLED_ORDERS, 0, -1):
         hashed, group = hashes[node, 0, order], 2 * (order - 1)
         evidence.unlisted[order - 1] = NONE

@@ -1,7 +1,7 @@
 """The spelling of words without a leading space.
 
-A table may have `` silver`` as one token; JSON has ``silver`` after a quote, which is other tokens. Gapped matches use
-this to recognise the word.
+A table may have `` silver`` as one token; JSON has ``silver`` after a quote, as other tokens. Gapped matches use this
+to recognise the word.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LONGEST_WORD = 4
 """Maximum tokens of a spelling; words with longer ones have none."""
 
 SPACES = ("Ġ", "▁")
-"""How vocabularies write a leading space: byte-level, and SentencePiece."""
+"""Leading spaces in byte-level and SentencePiece vocabularies."""
 
 QUOTE = '"'
 
@@ -31,8 +31,8 @@ QUOTE = '"'
 def spellings(tokenizer: Tokenizer) -> Int32Array:
     """Return how each word token with a leading space is spelled after a quote, int32 ``[vocabulary, LONGEST_WORD]``.
 
-    Rows are padded with ``UNWRITTEN``; tokens without a spelling have only padding, as has the whole table if the
-    tokenizer cannot encode a quote. Cached for four tokenizers, since a tokenizer does not change.
+    Rows are padded with ``UNWRITTEN``, and empty for tokens without a spelling, or if the tokenizer cannot encode a
+    quote.
     """
     table = np.full((tokenizer.get_vocab_size(), LONGEST_WORD), UNWRITTEN, np.int32)
     spaced = [number for token, number in tokenizer.get_vocab().items() if token.startswith(SPACES)]
@@ -52,7 +52,7 @@ def spellings(tokenizer: Tokenizer) -> Int32Array:
 
 @compiled
 def spelled(table: Int32Array, token: int, at: int) -> int:
-    """Return token ``at`` of a token's spelling, or ``UNWRITTEN`` if there is none."""
+    """Return token ``at`` of a token's spelling, or ``UNWRITTEN``."""
     if token < 0 or token >= len(table) or at >= table.shape[1]:
         return UNWRITTEN
     return int(table[token, at])

@@ -23,11 +23,10 @@ OWN, SHARED = range(2)
 PROMPT_MATCH, OUTPUT_MATCH = range(2)
 
 CHUNK_TOKENS = 32
-"""Tokens per row of ``Index.text``."""
 
 
 def _records(*columns: str | tuple[Any, ...]) -> np.dtype[np.record]:
-    """Return the record type of these columns. A string names int64 columns, separated by spaces."""
+    """Return a record type. A string names int64 columns, separated by spaces."""
     fields = list[tuple[Any, ...]]()
     for each in columns:
         fields += [(name, np.int64) for name in each.split()] if isinstance(each, str) else [each]
@@ -37,7 +36,7 @@ def _records(*columns: str | tuple[Any, ...]) -> np.dtype[np.record]:
 def _of(columns: np.dtype[np.void]) -> np.dtype[np.record]:
     taken = [name for name in columns.names or () if hasattr(np.record, name)]
     if taken:  # in Python, rows would return that attribute
-        raise ValueError(f"columns are called {taken}; numpy's records have attributes of that name")
+        raise ValueError(f"columns are called {taken}, which are attributes of numpy's records")
     return cast("np.dtype[np.record]", np.dtype((np.record, columns)))
 
 
@@ -45,7 +44,7 @@ SLOT = _records(("key", np.int32), ("chain", np.int32), ("total", np.int32), ("v
 """``Index.slots``: one context.
 
 - ``key``: 31 bits of the hash of its tokens.
-- ``chain``: the next slot of the bucket; of a free slot, the next free one.
+- ``chain``: the next slot of the bucket, or the next free one.
 - ``total``: number of tokens counted after it.
 - ``value``: its follower, while there is only one; otherwise -1 minus the first row of its block.
 """
@@ -60,16 +59,14 @@ ENTRY = _of(np.dtype(_ENTRY, align=True))
 """``Index.blocks``: the followers of a context that has several: a header row, then one row per follower.
 
 - ``token``, ``count``: a follower, and how often it followed.
-- ``followers``: header: number of followers.
-- ``last``: header: which of them came last, from 1; 0 if it is gone.
-- ``free``: free block: the next free block of this size.
-
-``followers`` shares its memory with ``token``; ``last`` and ``free`` with ``count``.
+- ``followers``: header: number of followers; shares memory with ``token``.
+- ``last``: header: which of them came last, from 1; 0 if it is gone. Shares memory with ``count``.
+- ``free``: free block: the next free block of this size. Shares memory with ``count``.
 """
 
 TEXT_CHUNK = _records(("tokens", np.int32, (CHUNK_TOKENS,)), ("after", np.int32), ("before", np.int32))
-"""``Index.text``: a chunk of a sequence: its tokens, padded with -1, the chunk after it (of a free chunk, the next free
-one) and the one before it."""
+"""``Index.text``: a chunk of a sequence: its tokens, padded with -1, the chunk after it (or the next free one) and the
+one before it."""
 
 INDEX_STATE = _records("mask split slots slot_top slot_free rows block_top chunks chunk_top chunk_free tokens lists")
 """``Index.state``: one row of counters.
@@ -85,7 +82,6 @@ LISTED = 8
 """Tokens per list of recycled logits."""
 
 CHANCE_CLASSES = 14
-"""Classes of a probability, by log-odds."""
 
 RECYCLED_LIST = _records(
     ("key", np.uint64),
@@ -97,8 +93,7 @@ RECYCLED_LIST = _records(
 
 - ``key``: hash of the context; 0 if free.
 - ``tokens``: padded with -1.
-- ``chances``: softmax over the list.
-- ``classes``: of the probabilities, in ``CHANCE_CLASSES``.
+- ``chances``: softmax over the list, and its ``classes``.
 """
 
 COPY = _records("position agreed wrong")
@@ -117,7 +112,7 @@ GAPPED_MATCH = _records("position resumed gap run prompt_end spelled")
 - ``gap``: tokens since the match was last followed; 0 while it is.
 - ``run``: predicted tokens in a row.
 - ``prompt_end``: position of the prompt's last token, which separates the two matches.
-- ``spelled``: tokens of the spelling of the word at ``position`` so far; see ``spelling``.
+- ``spelled``: tokens so far of the spelling of the word at ``position``.
 """
 
 TEXT_END = _records("position chunk")
@@ -151,7 +146,7 @@ ABSENT = _records(("shorter", np.int32), ("unknown", np.int32), ("rare", np.int3
 """
 
 PREDICTION = _records("token cell agreed")
-"""``PositionEvidence.copies``: the token that a copy predicts, the cell for all other tokens (the next cell is for this
+"""``PositionEvidence.copies``: the token that a copy predicts, the cell for all other tokens (the next is for this
 one), and ``COPY.agreed``."""
 
 NOISE = _records(("seed", np.uint64), "position", ("temperature", np.float64))
@@ -165,7 +160,7 @@ TEXT_STEP = _records(
     ("least", np.float64),
     "position room at taught_end new_end pending_end list_at list_end budget max_depth piece nodes",
 )
-"""What one compiled call does for one sequence: index new tokens, keep recycled logits, then draft.
+"""What one compiled call does for one sequence: index new tokens, store recycled logits, then draft.
 
 - ``own``, ``shared``, ``cursor``, ``mixer``: addresses; see ``array_handles``.
 - ``seed``, ``temperature``, ``position``: of ``NOISE``.

@@ -35,7 +35,7 @@ from forerun.trie.token_store import (
     UNWRITTEN,
     advance,
     agreement,
-    agreement_behind,
+    agreement_with_pending,
     append,
     following,
     free,
@@ -50,12 +50,11 @@ MOST_WRONG = 0b1111
 """A copy ends when these bits of ``COPY.wrong`` are set: its last four predictions were wrong."""
 
 REMEMBERED = 512
-"""The last tokens of a prompt that count as recent."""
+"""Tokens at the end of a prompt that count as recent."""
 
 
 EXPECTED_AGREED = 16
-"""Assumed agreement where the sequence is expected to repeat another one. It is that of a long copy; one wrong token
-ends it as any other's."""
+"""Assumed agreement where the sequence is expected to repeat another one: that of a long copy."""
 
 
 class TextCursor(NamedTuple):
@@ -96,8 +95,8 @@ class TextCursor(NamedTuple):
         return bool(self.ends["position"][SHARED] < 0)
 
     def leave_shared(self) -> None:
-        """Stop copying from and writing to the shared source, whose content is replaced. The rest of this output is not
-        written there: without its start it would be another sequence."""
+        """Stop copying from and writing to the shared source, whose content is replaced: without its start, the rest of
+        this output would be another sequence."""
         self.copies[0, SHARED].position = 0
         self.ends[SHARED].position, self.ends[SHARED].chunk = -1, 0
 
@@ -125,8 +124,7 @@ def follow_copy(index: Index, copies: RecordArray, node: int, source: int, token
 
 @compiled
 def _seek_copy(index: Index, cursor: TextCursor, source: int, own: Index) -> None:
-    """Move a copy after the latest occurrence of the last tokens, if at least as many tokens agree there. The longer
-    n-gram goes first."""
+    """Move a copy after the latest occurrence of the last tokens, if as many agree; the longer n-gram goes first."""
     copy = cursor.copies[0, source]
     for length in (LONG_NGRAM, SHORT_NGRAM):
         if copy.agreed >= MAX_AGREED:
@@ -169,7 +167,7 @@ def ingest(own: Index, cursor: TextCursor, tokens: IntArray, more: int) -> None:
 
 @compiled
 def _count_beside(own: Index, cursor: TextCursor, token: int) -> None:
-    """Count a token after the two contexts from matches: as a substitute, and as a skip."""
+    """Count a token as a substitute and as a skip."""
     substitutes = current_substitute_hash(own, cursor.matches[0, PROMPT_MATCH])
     if substitutes != 0:
         count(own, substitutes, token)
@@ -209,9 +207,10 @@ def publish(shared: Index, cursor: TextCursor, tokens: IntArray) -> None:
 
 @compiled
 def withdraw(index: Index, cursor: TextCursor, most: int) -> bool:
-    """Remove up to ``most`` tokens from the start of a shared output; return True if nothing is left.
-    ``cursor.ends[SHARED].position`` is the position of the next token to remove, and ``cursor.hashes[SHARED]`` its
-    contexts."""
+    """Remove up to ``most`` tokens from the start of a shared output; return whether nothing is left.
+
+    ``cursor.ends[SHARED].position`` is the next token to remove, and ``cursor.hashes[SHARED]`` its contexts.
+    """
     position = cursor.ends[SHARED].position
     for _ in range(most):
         token = read(index, position) if position != 0 else UNWRITTEN
@@ -224,10 +223,10 @@ def withdraw(index: Index, cursor: TextCursor, most: int) -> bool:
             uncount(index, cursor.hashes[SHARED, order], token)
         advance(cursor.hashes, SHARED, token)
         index.state[0].tokens -= 1
-        behind = following(index, position)
-        if behind // CHUNK_TOKENS != position // CHUNK_TOKENS:
+        next_position = following(index, position)
+        if next_position // CHUNK_TOKENS != position // CHUNK_TOKENS:
             free(index, position // CHUNK_TOKENS)
-        position = behind
+        position = next_position
     cursor.ends[SHARED].position = position
     return False
 
@@ -263,5 +262,5 @@ def known_suffix(own: Index, shared: Index, cursor: TextCursor, scratch: TextCur
         for length in (SHORT_NGRAM, LONG_NGRAM):
             found = hint(index, scratch.hashes[source, length])
             if found != 0:
-                longest = max(longest, agreement_behind(index, found, own, end, tokens))
+                longest = max(longest, agreement_with_pending(index, found, own, end, tokens))
     return longest

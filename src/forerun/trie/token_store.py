@@ -15,12 +15,11 @@ from forerun.trie.arrays import HashArray, Index, Int32Array, mix, table_row
 from forerun.trie.tables import CHUNK_TOKENS, RecordArray
 
 SHORT_NGRAM, LONG_NGRAM = 3, 5
-"""Lengths of the two hinted n-grams. ``SHORT_NGRAM`` is also how many tokens must agree before a copy starts,
-``LONG_NGRAM`` the longest hashed context. Two are needed: with few distinct tokens, the latest occurrence of three is
-rarely the useful one, while five recur later than three."""
+"""Lengths of the two hinted n-grams. ``SHORT_NGRAM`` tokens must agree before a copy starts; ``LONG_NGRAM`` is the
+longest hashed context. With few distinct tokens, the latest occurrence of three is rarely the useful one, while five
+recur later than three."""
 
 MAX_AGREED = 32
-"""Agreement is counted up to this many tokens."""
 
 UNWRITTEN = -1
 """Fills cells without a token."""
@@ -80,8 +79,7 @@ def _chunk(index: Index, before: int) -> int:
 
 @compiled
 def append(index: Index, end: int, token: int) -> int:
-    """Write a token after position ``end`` (0: the first of a sequence); return its position, or 0 if there is no
-    room."""
+    """Write a token after position ``end`` (0: the first of a sequence); return its position, or 0 without room."""
     inside = end != 0 and end % CHUNK_TOKENS < CHUNK_TOKENS - 1
     position = end + 1 if inside else _chunk(index, end // CHUNK_TOKENS) * CHUNK_TOKENS
     if position != 0:
@@ -111,7 +109,7 @@ def agreement(index: Index, position: int, other: Index, end: int) -> int:
 
 
 @compiled
-def agreement_behind(index: Index, position: int, other: Index, end: int, tokens: IntArray) -> int:
+def agreement_with_pending(index: Index, position: int, other: Index, end: int, tokens: IntArray) -> int:
     """Count ``agreement`` with a sequence in ``other`` followed by ``tokens``, which are not written there yet."""
     length = 0
     while length < len(tokens):
@@ -136,12 +134,9 @@ def set_hint(index: Index, hashed: np.uint64, position: int) -> None:
 
 @compiled
 def collect(text: RecordArray, firsts: IntArray, out: Int32Array, ends: IntArray) -> None:
-    """Concatenate sequences, given by their first chunks.
+    """Concatenate sequences, given by their first chunks, int64 ``[n]``.
 
-    Args:
-        text: ``Index.text``, or a copy of the rows that hold them.
-        firsts: first chunk of each sequence, int64 ``[n]``.
-        out, ends: outputs: the tokens, int32, with room for all chunks, and each sequence's end in them, int64 ``[n]``.
+    ``out`` needs room for all chunks, int32; ``ends`` receives each sequence's end in it, int64 ``[n]``.
     """
     at = 0
     for number in range(len(firsts)):

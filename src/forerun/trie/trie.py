@@ -52,17 +52,15 @@ class SamplingNoise(NamedTuple):
 
 
 NO_NOISE = SamplingNoise(0, 0.0)
-"""For greedy requests, and those whose noise drafts may not know."""
+"""For greedy requests, and those whose noise is hidden from drafts."""
 
 NO_TOKENS = np.empty(0, np.int64)
 
 
 class TextUpdate(NamedTuple):
-    """The result of a step for one request, and the draft it wants next.
+    """A request's part of a step, and the draft it wants next.
 
     Attributes:
-        request_id: a live request.
-        new: generated tokens to index.
         lists: top tokens of rows of logits.
         pending: tentative tokens after ``new``, which are not indexed.
         budget, max_depth: of the draft, in nodes and tokens; see ``Trie.retrieve``.
@@ -86,14 +84,12 @@ class _Live:
 
     Attributes:
         own: its private index.
-        cursor: the end of its sequence.
         length: tokens of its sequence, including those of the prompt not indexed yet.
         room: tokens that fit its index.
         unread: what is left to index of prediction and prompt, each with its cursor.
         predicted: whether its index starts with a predicted output.
-        noise: that it samples with, if drafts may know it.
+        noise: that it samples with, if drafts may use it.
         cut: whether a warning said that the rest of its output is not indexed.
-        handles: of its index and its cursor.
     """
 
     namespace: str
@@ -101,7 +97,7 @@ class _Live:
     cursor: TextCursor
     length: int
     room: int
-    unread: deque[tuple[TextCursor, IntArray]]
+    unindexed: deque[tuple[TextCursor, IntArray]]
     predicted: bool
     noise: SamplingNoise | None
     cut: bool = False
@@ -109,22 +105,22 @@ class _Live:
         default_factory=lambda: (ArrayHandles(), ArrayHandles())
     )
 
-    def index_unread(self, tokens: int) -> None:
-        while self.unread and tokens > 0:
-            cursor, text = self.unread.popleft()
+    def index_pending(self, tokens: int) -> None:
+        while self.unindexed and tokens > 0:
+            cursor, text = self.unindexed.popleft()
             piece, rest = text[:tokens], text[tokens:]
             text_cursor.ingest(self.own, cursor, piece, len(rest))
             tokens -= len(piece)
             if len(rest):
-                self.unread.appendleft((cursor, rest))
+                self.unindexed.appendleft((cursor, rest))
             elif cursor is self.cursor and self.predicted:
                 cursor.expect_copy(CHUNK_TOKENS)  # the position of the index's first token
 
 
 class Trie(TrieStore):
-    """Index over namespaces and live requests, with a bundled mixer by default.
+    """An index over namespaces and live requests.
 
-    Methods raise ValueError for a request that is not live, or a token that is not in [0, 2**31); nothing changes then.
+    Methods raise ValueError for a request that is not live, or a token that is not in [0, 2**31), and change nothing.
     """
 
     def __init__(self, config: TrieConfig | None = None, mixer: Mixer | None = None) -> None:
@@ -137,7 +133,7 @@ class Trie(TrieStore):
         self._spelling, self._static = blank.spelling, blank.static
 
     def warm_up(self) -> None:
-        """Compile or load everything that drafting runs, so that no request waits for it. Changes nothing."""
+        """Compile or load everything that drafting runs, so that no request waits for it."""
         trie = Trie(self.config)
         trie.begin(0, "", [1, 2, 1])
         trie.extend(0, [2, 1, 2])
@@ -150,12 +146,12 @@ class Trie(TrieStore):
 
     @locked
     def spell(self, tokenizer: Tokenizer) -> None:
-        """Let matches follow words spelled without their space, in requests from now on."""
+        """Let matches follow words spelled without their space, in later requests."""
         self._spelling = spellings(tokenizer)
 
     def set_static_lists(self, rows: RecycledRows) -> None:
-        """Draft from lists computed by the model alone, in requests from now on, where neither request nor namespace
-        has a list. They contain no user data, so all namespaces may read them. On collisions, the first rows win."""
+        """Draft from lists that the model computed without context, in later requests, where request and namespace have
+        none. They contain no user data, so all namespaces may read them. On collisions, the first rows win."""
         maker, last_first = Trie(self.config), np.arange(len(rows.last))[::-1]
         maker.begin(0, "", [0])
         before, last, tokens, scores = rows
@@ -173,17 +169,18 @@ class Trie(TrieStore):
         prediction: Tokens = (),
         noise: SamplingNoise | None = None,
     ) -> None:
-        """Start a request and index the first piece of its prompt; ``catch_up`` indexes the rest. Raise ValueError if
-        it is already live.
+        """Start a request and index the first piece of its prompt; ``catch_up`` indexes the rest.
 
         Args:
             request_id: any number that is not live.
             namespace: whose outputs it drafts from and joins.
-            prompt: token ids.
             expected: tokens that may be generated, to allocate room for.
-            prediction: expected output. It is indexed like the prompt, and the output is assumed to copy it from its
-                first token until it does not.
-            noise: that it samples with, if drafts may know it.
+            prediction: expected output, indexed like the prompt; the output is assumed to copy it from its first token
+                until it diverges.
+            noise: that it samples with, if drafts may use it.
+
+        Raises:
+            ValueError: if the request is already live.
         """
         if request_id in self._live:
             raise ValueError(f"request {request_id} is already live")
@@ -196,27 +193,26 @@ class Trie(TrieStore):
         space.make_room(0)
         own = Index.for_tokens(room)._replace(spelling=self._spelling, static=self._static).with_hints(read)
         cursor = TextCursor.start()
-        unread = deque(each for each in ((TextCursor.start(), predicted), (cursor, kept)) if len(each[1]))
-        live = _Live(namespace, own, cursor, len(tokens), room, unread, len(predicted) > 0, noise)
-        live.index_unread(PROMPT_PIECE_TOKENS)
+        unindexed = deque(each for each in ((TextCursor.start(), predicted), (cursor, kept)) if len(each[1]))
+        live = _Live(namespace, own, cursor, len(tokens), room, unindexed, len(predicted) > 0, noise)
+        live.index_pending(PROMPT_PIECE_TOKENS)
         self._live[request_id] = live
         space.writers[request_id] = live.cursor
 
     @locked
     def catch_up(self, request_id: int, tokens: int) -> bool:
-        """Index about ``tokens`` more tokens of the prompt, up to ``PROMPT_PIECE_TOKENS``; return whether it is
-        complete. ``step`` indexes the rest first, piece by piece."""
+        """Index about ``tokens`` more prompt tokens, up to ``PROMPT_PIECE_TOKENS``; return whether all are indexed."""
         live = self._of(request_id)
-        live.index_unread(max(1, min(tokens, PROMPT_PIECE_TOKENS)))
-        return not live.unread
+        live.index_pending(max(1, min(tokens, PROMPT_PIECE_TOKENS)))
+        return not live.unindexed
 
     def _read_prompt(self, request_id: int) -> None:
         """Index the rest of the prompt; other threads may take turns between pieces."""
-        while self._of(request_id).unread:
+        while self._of(request_id).unindexed:
             self.catch_up(request_id, PROMPT_PIECE_TOKENS)
 
     def step(self, updates: Sequence[TextUpdate]) -> list[Draft]:
-        """Index the new tokens of several requests, then draft for each, in one compiled call; see ``retrieve``."""
+        """Index new tokens of several requests, then draft for each, in one compiled call; see ``retrieve``."""
         for update in updates:
             self._read_prompt(update.request_id)
         parts = [part for update in updates for part in (update.new, update.pending) if len(part)]
@@ -289,12 +285,8 @@ class Trie(TrieStore):
         self.step([TextUpdate(request_id, lists=RowsToKeep(np.zeros(len(rows.last), np.int64), rows))])
 
     def retrieve(self, request_id: int, budget: int, max_depth: int, pending: Tokens = ()) -> Draft:
-        """Draft what may follow the request's sequence and ``pending`` tokens, which ``extend`` has not received.
-
-        Returns:
-            Up to ``budget`` nodes, at most ``max_depth`` deep, parents first: tokens int64 ``[n]``, parents int64
-                ``[n]``, estimated probability of acceptance float64 ``[n]``, and ``Origin`` int8 ``[n]``.
-        """
+        """Draft what may follow the request's sequence and ``pending`` tokens, which ``extend`` has not received: up to
+        ``budget`` nodes, at most ``max_depth`` deep."""
         return self.step([TextUpdate(request_id, pending=pending, budget=budget, max_depth=max_depth)])[0]
 
     def known_suffixes(self, texts: Sequence[tuple[int, IntArray]]) -> list[int]:
@@ -310,14 +302,13 @@ class Trie(TrieStore):
             return [self._known_suffix(self._of(request_id), tokens) for request_id, tokens in texts]
 
     def _known_suffix(self, live: _Live, tokens: IntArray) -> int:
-        if live.unread:
+        if live.unindexed:
             return 0
         own, shared, cursor, _ = self._addresses(live)
         scratch = self._handles[1].at(self._scratch)
         return int(entry_points.known_suffix(own, shared, cursor, scratch, tokens[live.length :]))
 
     def _addresses(self, live: _Live) -> tuple[int, int, int, int]:
-        """Return addresses for ``entry_points.step``: private and shared index, cursor, mixer."""
         (own, cursor), space = live.handles, self._shared[live.namespace]
         shared, mixer = space.handles
         return own.at(live.own), shared.at(space.index), cursor.at(live.cursor), mixer.at(space.mixer)
@@ -332,15 +323,14 @@ class Trie(TrieStore):
     @property
     @locked
     def nbytes(self) -> int:
-        """Bytes used by the outputs of all namespaces and by live requests."""
         return self._shared.nbytes + sum(live.own.nbytes for live in self._live.values())
 
     def length(self, request_id: int) -> int:
-        """Return the tokens of a live request, its prompt included."""
+        """Return the number of tokens of a live request, prompt included."""
         return self._of(request_id).length
 
     def _of(self, request_id: int) -> _Live:
         live = self._live.get(request_id)
         if live is None:
-            raise ValueError(f"request {request_id} is not live; begin it first")
+            raise ValueError(f"request {request_id} is not live; call begin first")
         return live

@@ -28,10 +28,9 @@ TRIE_FILE_MAGIC = b"forerun trie\n"
 TRIE_FILE_VERSION = 5
 
 TEXTS_VERSIONS = (3, 4)
-"""Older versions whose outputs can be read. Their mixers cannot: they had other kinds of evidence."""
+"""Older versions with readable outputs. Their mixers, for other kinds of evidence, are not read."""
 
 ONE_MIXER_VERSION = 3
-"""This version has one mixer for all namespaces, float64."""
 
 _PREFIX = struct.Struct(f"<{len(TRIE_FILE_MAGIC)}sI32sI")
 
@@ -41,8 +40,7 @@ class TrieFileError(ValueError):
 
 
 class Content(NamedTuple):
-    """The content of a file: outputs by namespace, int64, oldest first; each namespace's mixer; and the name of the
-    vocabulary, or ""."""
+    """Outputs by namespace, int64, oldest first; their mixers; and the vocabulary's name, or ""."""
 
     namespaces: dict[str, list[IntArray]]
     mixers: dict[str, Mixer]
@@ -74,12 +72,12 @@ def write(
     try:
         _replace(path, [_PREFIX.pack(TRIE_FILE_MAGIC, TRIE_FILE_VERSION, digest, len(header)), *parts])
     except OSError as error:
-        message = f"the trie was not saved ({error.strerror or error}); a file of that name is as it was"
+        message = f"the trie was not saved ({error.strerror or error}); an existing file is unchanged"
         raise OSError(error.errno, message, str(path)) from error
     try:
         sync_folder(path.parent)
     except OSError as error:
-        message = f"the trie was saved, but it may not outlast a power cut ({error.strerror or error})"
+        message = f"the trie was saved, but may be lost in a power cut ({error.strerror or error})"
         raise OSError(error.errno, message, str(path)) from error
 
 

@@ -1,6 +1,6 @@
 """A folder with one trie file per namespace, rewritten when the namespace changes.
 
-A file is replaced atomically, so a crash leaves the last complete one. Damaged files are set aside on reading.
+A file is replaced atomically, so a crash leaves the last complete one. Damaged files are renamed on reading.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ class Folder:
 
     Args:
         path: created if missing, readable only by its owner.
-        vocabulary: name of the vocabulary.
 
     Raises:
         ValueError: if another process uses the folder.
@@ -38,7 +37,7 @@ class Folder:
         self.path, self._vocabulary = path, vocabulary
         self._lock = _lock_file(path / LOCK)
         self._written: dict[str, int] = {}
-        """By namespace, the number of the change that its file contains (see ``TrieStore.changes``); 0 for none."""
+        """By namespace, the change that its file contains (see ``TrieStore.changes``); 0 for none."""
         for left in path.glob(f".*{TRIE_SUFFIX}.*.tmp"):  # left by a killed process
             left.unlink()
 
@@ -54,7 +53,7 @@ class Folder:
             try:
                 content = trie_file.read(file)
                 if [*map(self._file, content.namespaces)] != [file]:
-                    raise TrieFileError(f"{file} is not named after what it holds")
+                    raise TrieFileError(f"{file} is not named after its namespace")
             except TrieFileError as error:
                 aside = file.rename(file.with_suffix(DAMAGED))
                 log.warning("%s; renamed to %s", error, aside.name)

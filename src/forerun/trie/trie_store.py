@@ -1,4 +1,4 @@
-"""What a trie keeps between requests: each namespace's outputs and mixer. It can be saved.
+"""What a trie keeps between requests and can save: each namespace's outputs and mixer.
 
 Threads take turns. A save holds the lock only while memory is copied.
 """
@@ -34,8 +34,7 @@ class TrieConfig:
         capacity: maximum bytes of a namespace. Beyond it, the oldest outputs are removed.
         namespaces: maximum number of namespaces. Beyond it, the least recently used one without live requests is
             dropped. Together they use up to ``namespaces * capacity`` bytes: 4 GiB by default.
-        prompt_capacity: maximum tokens of a prompt to index; of a longer one, the end.
-        learning_rate: of the mixer's weights; 0 trains nothing.
+        prompt_capacity: maximum prompt tokens to index; of a longer prompt, the end.
 
     Raises:
         ValueError: for a value out of range.
@@ -69,8 +68,8 @@ class TrieStore:
         """Index sequences as if ``namespace`` had generated them, without training the mixer.
 
         Raises:
-            ValueError: if a token is not in [0, 2**31), or a sequence is too long for any namespace; the sequences
-                before it are indexed.
+            ValueError: if a token is not in [0, 2**31), or a sequence is too long for any namespace; sequences before
+                it are indexed.
         """
         longest = self.config.capacity // BYTES_PER_TOKEN
         for sequence in sequences:
@@ -113,7 +112,7 @@ class TrieStore:
 
     @locked
     def notify(self, on_change: Callable[[], None] | None) -> None:
-        """Call ``on_change`` after every change of a namespace. It must return at once, and not use the trie."""
+        """Call ``on_change`` after every change of a namespace; it must return at once, and not use the trie."""
         self._shared.on_change = on_change
 
     @locked
@@ -122,15 +121,13 @@ class TrieStore:
         return {name: space.changed for name, space in self._shared.items() if space.changed}
 
     def snapshot(self, namespace: str) -> tuple[list[IntArray], FloatArray]:
-        """Return a namespace's outputs, oldest first, and its mixer as a vector. Steps wait while memory is copied:
-        about four bytes per token."""
+        """Return a namespace's outputs, oldest first, and its mixer as a vector; steps wait while memory is copied."""
         with self.lock:
             texts, learned = self._texts(namespace), self._learned(namespace)
         return texts.read(), learned
 
     @locked
     def adopt(self, namespace: str, mixer: Mixer) -> None:
-        """Replace a namespace's mixer."""
         self._shared.open(namespace).mixer = mixer
 
     def save(self, path: str | os.PathLike[str], vocabulary: str = "") -> None:
@@ -145,8 +142,8 @@ class TrieStore:
         trie_file.write(path, {name: each.read() for name, each in texts.items()}, learned, vocabulary)
 
     def load(self, path: str | os.PathLike[str], vocabulary: str = "") -> None:
-        """Replace all namespaces by those of a file; beyond the capacity, the latest outputs stay. A file without the
-        name of its vocabulary fits any.
+        """Replace all namespaces by those of a file; beyond the capacity, the latest outputs stay. A file that names no
+        vocabulary fits any.
 
         Raises:
             TrieFileError: if the file is truncated, damaged, not a trie, or of another version or vocabulary; nothing
@@ -155,7 +152,7 @@ class TrieStore:
         """
         content = trie_file.read(path)
         if vocabulary and content.vocabulary not in ("", vocabulary):
-            raise TrieFileError(f"{path} has another vocabulary than the model")
+            raise TrieFileError(f"{path} has another vocabulary, not the model's")
         self._replace(content.namespaces, content.mixers)
 
     @locked
@@ -179,7 +176,6 @@ class TrieStore:
         return logistic_mixer.dump(self._shared.mixer if space is None else space.mixer)
 
     def _texts(self, name: str) -> Texts:
-        """Return a namespace's outputs, oldest first, those in progress last."""
         space = self._shared.get(name)
         return NO_TEXTS if space is None else space.texts()
 

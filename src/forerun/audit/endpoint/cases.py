@@ -95,11 +95,10 @@ class Case:
 
     @property
     def greedy(self) -> bool:
-        """Return whether decoding is greedy, so that a small margin explains a difference."""
+        """Whether decoding is greedy, so that a small margin explains a difference."""
         return self.body.get("temperature") == 0
 
     def scored(self) -> Json:
-        """Return the body with log-probabilities."""
         return {**self.body, **(LOGPROBS if self.address == "completions" else CHAT_LOGPROBS)}
 
 
@@ -109,10 +108,8 @@ CHAT_LOGPROBS: Json = {"logprobs": True, "top_logprobs": 5}
 
 @dataclass(frozen=True)
 class CasePlan:
-    """Which cases to send.
-
-    ``prompts`` are sent in addition to the built-in ones; ``own`` are bodies of the user's requests.
-    """
+    """Which cases to send. ``prompts`` are sent in addition to the built-in ones; ``own`` are bodies of the user's
+    requests."""
 
     kinds: Sequence[Kind] = CASE_KINDS
     prompts: Sequence[str] = ()
@@ -168,12 +165,12 @@ def _tools(plan: CasePlan) -> Iterator[Case]:
 
 
 def _schema(plan: CasePlan) -> Iterator[Case]:
-    for name, schema, asked in (
+    for name, schema, question in (
         ("people", SCHEMA, "Ada is 36 and a member, Alan is 41 and none. Write them as JSON."),
         ("colour", CHOICE, "Which colour is grass? Answer as JSON."),
     ):
         wanted = {"type": "json_schema", "json_schema": {"name": name, "schema": schema, "strict": True}}
-        yield plan.chat("schema", name, [{"role": "user", "content": asked}], response_format=wanted)
+        yield plan.chat("schema", name, [{"role": "user", "content": question}], response_format=wanted)
 
 
 def _stops(plan: CasePlan) -> Iterator[Case]:
@@ -201,10 +198,8 @@ _MAKERS = {
 
 
 def read_requests(file: Path) -> list[Json]:
-    """Read the user's requests: JSON lines of bodies as sent, each with ``messages`` or a ``prompt``.
-
-    Raises ValueError for any other line, with its number.
-    """
+    """Read the user's requests: JSON lines of bodies as sent, each with ``messages`` or a ``prompt``. Raise ValueError
+    for any other line, with its number."""
     bodies = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
@@ -212,7 +207,7 @@ def read_requests(file: Path) -> list[Json]:
         try:
             body = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"{file}:{number} is no JSON: {error}") from None
+            raise ValueError(f"{file}:{number} is not JSON: {error}") from None
         if not isinstance(body, dict) or ("messages" in body) == ("prompt" in body):
             raise ValueError(f"{file}:{number} must be an object with either messages or prompt")
         if body.get("n") not in (None, 1):

@@ -1,7 +1,5 @@
-"""A client of OpenAI-compatible servers; it reads a whole answer as a stream of one chunk.
-
-It uses Python's HTTP client, so an audit needs no further package.
-"""
+"""A client of OpenAI-compatible servers, over Python's HTTP client; it reads a complete answer as a stream of one
+chunk."""
 
 from __future__ import annotations
 
@@ -19,7 +17,6 @@ Json = dict[str, Any]
 TIMEOUT_SECONDS = 600.0
 """Silence after which a request has failed. A long prefill on a CPU lasts minutes."""
 ERROR_CHARACTERS = 300
-"""Length at which a server's error message is cut."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +30,8 @@ class TokenScore:
 
 @dataclass(frozen=True)
 class EndpointAnswer:
-    """A server's answer, or an ``error``.
-
-    ``scores`` are log-probabilities, if requested. ``drafted`` and ``accepted`` are the server's count, or None.
-    """
+    """A server's answer, or an ``error``. ``scores`` are log-probabilities, if requested. ``drafted`` and ``accepted``
+    are the server's count, or None."""
 
     text: str = ""
     reasoning: str = ""
@@ -49,7 +44,7 @@ class EndpointAnswer:
 
     @property
     def parts(self) -> dict[str, str]:
-        """Return what must be equal, by name; ids and times are left out."""
+        """What must be equal, by name; ids and times are left out."""
         calls = {f"call {i} {word}": call[n] for i, call in enumerate(self.calls) for n, word in enumerate(CALL_PARTS)}
         return {"reasoning": self.reasoning, "text": self.text, **calls, "finish_reason": self.finish}
 
@@ -75,11 +70,11 @@ class Endpoint:
             with self._open("models") as response:
                 listed = json.load(response)["data"]
         except HTTPError as error:
-            raise ValueError(f"{self.url}/v1/models answers {_told(error)}; name the model with --name") from None
+            raise ValueError(f"{self.url}/v1/models answers {_refusal(error)}; name the model with --name") from None
         except (OSError, HTTPException) as error:
             raise OSError(f"{self.url} cannot be reached: {error}") from None
         except (ValueError, KeyError, TypeError) as error:
-            message = f"{self.url}/v1/models is no list of models ({error!r}); name the model with --name"
+            message = f"{self.url}/v1/models is not a list of models ({error!r}); name the model with --name"
             raise ValueError(message) from None
         return [each for each in listed if isinstance(each, dict) and "id" in each]
 
@@ -89,7 +84,7 @@ class Endpoint:
             with self._open(address, body) as response:
                 return fold(_events(response) if body.get("stream") else [json.load(response)])
         except HTTPError as error:
-            return EndpointAnswer(error=_told(error))
+            return EndpointAnswer(error=_refusal(error))
         except (OSError, HTTPException, ValueError, KeyError, TypeError) as error:
             return EndpointAnswer(error=f"no answer: {type(error).__name__}: {error}"[:ERROR_CHARACTERS])
 
@@ -101,10 +96,8 @@ class Endpoint:
 
 
 def fold(chunks: Iterable[Json]) -> EndpointAnswer:
-    """Fold chunks, or one whole answer, into an answer.
-
-    Raises ValueError for an error within a stream, with its message, and for an answer that broke off.
-    """
+    """Fold chunks, or one complete answer, into an answer. Raise ValueError with the message of an error within a
+    stream, and for an answer that broke off."""
     text, reasoning, finish = "", "", ""
     calls: dict[int, list[str]] = {}
     scores: list[TokenScore] = []
@@ -120,10 +113,10 @@ def fold(chunks: Iterable[Json]) -> EndpointAnswer:
             finish = choice.get("finish_reason") or finish
             scores += _scores(choice.get("logprobs") or {})
             for place, call in enumerate(part.get("tool_calls") or ()):
-                told = call.get("function") or {}
+                fields = call.get("function") or {}
                 known = calls.setdefault(call.get("index", place), ["", ""])
-                known[0] += told.get("name") or ""
-                known[1] += told.get("arguments") or ""
+                known[0] += fields.get("name") or ""
+                known[1] += fields.get("arguments") or ""
     if not finish:
         raise ValueError("the answer broke off: it has no finish_reason")
     drafted, accepted = drafts or (None, None)
@@ -142,19 +135,21 @@ def _events(response: HTTPResponse) -> Iterator[Json]:
         yield json.loads(data)
 
 
-def _scores(told: Json) -> list[TokenScore]:
+def _scores(fields: Json) -> list[TokenScore]:
     """Read log-probabilities in the form of chats or completions."""
-    if told.get("content") is not None:
+    if fields.get("content") is not None:
         return [
             TokenScore(
                 _spelling(each), each["logprob"], {_spelling(one): one["logprob"] for one in each["top_logprobs"]}
             )
-            for each in told["content"]
+            for each in fields["content"]
         ]
-    tops = told.get("top_logprobs") or [{} for _ in told.get("tokens") or ()]
+    tops = fields.get("top_logprobs") or [{} for _ in fields.get("tokens") or ()]
     return [
         TokenScore(token.encode(), logprob, {name.encode(): value for name, value in (top or {}).items()})
-        for token, logprob, top in zip(told.get("tokens") or (), told.get("token_logprobs") or (), tops, strict=True)
+        for token, logprob, top in zip(
+            fields.get("tokens") or (), fields.get("token_logprobs") or (), tops, strict=True
+        )
         if logprob is not None
     ]
 
@@ -175,13 +170,13 @@ def _drafts(chunk: Json) -> tuple[int, int] | None:
     return (timings["draft_n"], timings.get("draft_n_accepted", 0)) if "draft_n" in timings else None
 
 
-def _told(error: HTTPError) -> str:
+def _refusal(error: HTTPError) -> str:
     """Return a refusal's status and the server's message."""
     body = error.read(1 << 16).decode(errors="replace")
     try:
-        told = json.loads(body)
-        told = told.get("error", told)
-        message = told["message"] if isinstance(told, dict) and "message" in told else str(told)
+        fields = json.loads(body)
+        fields = fields.get("error", fields)
+        message = fields["message"] if isinstance(fields, dict) and "message" in fields else str(fields)
     except (ValueError, AttributeError):
         message = body
     return f"{error.code}: {' '.join(str(message).split())}"[:ERROR_CHARACTERS]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from forerun.audit.endpoint.client import EndpointAnswer, TokenScore
 
 SHOWN_CHARACTERS = 40
-"""Length of each excerpt from the first difference."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Compare a server's answers with and without speculation: two servers, two settings of one, or one queried twice.
 
-Each case is sent whole, streamed, and together with others. If an answer differs, the reference is queried again: if it
-does not repeat itself, it cannot judge. Then log-probabilities show how close the two tokens were.
+Each case is sent unstreamed, streamed, and together with others. If an answer differs, the reference is queried again:
+if it does not repeat itself, it cannot judge. Then log-probabilities show how close the two tokens were.
 """
 
 from __future__ import annotations
@@ -50,11 +50,8 @@ class Variant:
 
 @dataclass(frozen=True)
 class CaseComparison:
-    """A case in one form.
-
-    ``difference`` is None for equal answers; ``refusal`` says why neither answered. ``drafted`` and ``accepted`` are
-    those of the audited answer; None if the server reports none.
-    """
+    """A case in one form. ``difference`` is None for equal answers; ``refusal`` says why neither answered. ``drafted``
+    and ``accepted`` are those of the audited answer; None if the server reports none."""
 
     case: Case
     form: Form
@@ -78,14 +75,12 @@ class EndpointReport:
 
     @property
     def twice(self) -> bool:
-        """Return whether one server was queried twice, without any change."""
+        """Whether one server was queried twice, without any change."""
         return self.audited == self.reference
 
     def failed(self, strict: bool = False) -> bool:
-        """Return whether an answer differs by more than rounding, or none could be compared.
-
-        If ``strict``, any that is not equal fails, too.
-        """
+        """Return whether an answer differs by more than rounding, or at all if ``strict``, or none could be
+        compared."""
         bad = self.count("different") + (self.count("rounding") + self.count("unstable") if strict else 0)
         return bad > 0 or not self.count("equal") + self.count("rounding")
 
@@ -97,11 +92,9 @@ def audit_endpoint(
     rounding: float = ROUNDING,
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> EndpointReport:
-    """Compare all cases in all forms: ``audited`` with speculation, ``reference`` without.
-
-    Two equal ones query one server twice. ``rounding`` is the gap of log-probabilities that rounding may close.
-    ``progress`` is called with comparisons done, comparisons to do, and a description of the current one.
-    """
+    """Compare all cases in all forms: ``audited`` with speculation, ``reference`` without; two equal ones query one
+    server twice. ``rounding`` is the gap of log-probabilities that rounding may close. ``progress`` is called with
+    comparisons done, comparisons to do, and a description of the current one."""
     run = _CaseRuns(audited, reference, cases, rounding)
     total, found = len(FORMS) * len(cases), list[CaseComparison]()
     for form in ("whole", "streamed"):
@@ -114,11 +107,9 @@ def audit_endpoint(
 
 
 class _CaseRuns:
-    """One audit, with the reference's answers."""
-
     def __init__(self, audited: Variant, reference: Variant, cases: Sequence[Case], rounding: float) -> None:
         self.audited, self.reference, self.cases, self.rounding = audited, reference, cases, rounding
-        self._expected: list[EndpointAnswer] = []  # whole answers, in the order of the cases
+        self._expected: list[EndpointAnswer] = []  # unstreamed answers, in the order of the cases
 
     def compare(self, case: Case, form: Form) -> CaseComparison:
         streamed = form == "streamed"

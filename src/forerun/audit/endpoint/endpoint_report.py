@@ -57,16 +57,16 @@ def verdict(report: EndpointReport) -> str:
         return "Nothing could be compared: every request was refused."
     of = f"of {compared} answers"
     if report.count("different"):
-        said = f"✗ {report.count('different')} {of} differ."
+        conclusion = f"✗ {report.count('different')} {of} differ."
     elif report.count("rounding"):
-        said = f"✓ No answer differs by more than rounding ({report.count('rounding')} {of} by rounding)."
+        conclusion = f"✓ No answer differs by more than rounding ({report.count('rounding')} {of} by rounding)."
     elif report.count("equal"):
-        said = f"✓ {report.count('equal')} {of} are equal, and none differs."
+        conclusion = f"✓ {report.count('equal')} {of} are equal, and none differs."
     else:
-        said = "✗ Nothing could be judged."
+        conclusion = "✗ Nothing could be judged."
     if report.count("unstable"):
-        said += f" The reference does not repeat itself in {report.count('unstable')} more."
-    return said
+        conclusion += f" The reference does not repeat itself in {report.count('unstable')} more."
+    return conclusion
 
 
 def _named(variant: Variant) -> str:
@@ -86,17 +86,17 @@ def _comparison(one: CaseComparison) -> Json:
         "drafted": one.drafted,
         "accepted": one.accepted,
     }
-    asked = {"address": f"/v1/{one.case.address}", "body": one.case.body} if one.difference is not None else {}
-    return case | {name: value for name, value in more.items() if value is not None} | asked
+    sent = {"address": f"/v1/{one.case.address}", "body": one.case.body} if one.difference is not None else {}
+    return case | {name: value for name, value in more.items() if value is not None} | sent
 
 
 def _drafts(report: EndpointReport) -> str:
-    told = [each for each in report.comparisons if each.drafted is not None]
-    if not told:
-        return "the server does not tell how many tokens it drafted, so equal answers may have had no draft"
-    drafted, accepted = (sum(getattr(each, name) or 0 for each in told) for name in ("drafted", "accepted"))
-    with_drafts = sum(bool(each.drafted) for each in told)
-    return f"{accepted:,} of {drafted:,} drafted tokens accepted, in {with_drafts} of {len(told)} answers"
+    counted = [each for each in report.comparisons if each.drafted is not None]
+    if not counted:
+        return "the server does not report how many tokens it drafted, so equal answers may have had no draft"
+    drafted, accepted = (sum(getattr(each, name) or 0 for each in counted) for name in ("drafted", "accepted"))
+    with_drafts = sum(bool(each.drafted) for each in counted)
+    return f"{accepted:,} of {drafted:,} drafted tokens accepted, in {with_drafts} of {len(counted)} answers"
 
 
 def _table(report: EndpointReport) -> str:

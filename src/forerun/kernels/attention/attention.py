@@ -39,8 +39,8 @@ Packings = dict[Any, Any]
 
 
 class AttentionState(NamedTuple):
-    """Attention over some of the keys: softmax-weighted values ``out`` ``[1, H, n, d]``, and the log-sum-exp ``lse``
-    ``[1, H, n]`` of the scaled scores."""
+    """Attention over some keys: weighted values ``out`` ``[1, H, n, d]``, log-sum-exp of scores ``lse`` ``[1, H,
+    n]``."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -51,7 +51,6 @@ class AttentionSpec:
     """A layer's attention parameters.
 
     Attributes:
-        scaling: factor on query . key.
         window: a query sees keys with ``key position > position - window``; or None.
         softcap: scores become softcap * tanh(score / softcap), or None (Gemma 2).
         sinks: one extra score per head, ``[H]``, with softmax weight but no value; or None (gpt-oss).
@@ -118,17 +117,16 @@ def _attend_on_gpu(
 
 
 def contiguous_numbers(t: torch.Tensor) -> torch.Tensor:
-    """Return heads ``[1, H, n, d]`` with stride 1 in d; a copy if need be."""
+    """Return heads ``[1, H, n, d]`` with stride 1 in d, copied if necessary."""
     return t if t.stride(3) == 1 else t.contiguous()
 
 
 def attend_topk(q: torch.Tensor, rows: Rows, block: Block, topk: IntArray, spec: AttentionSpec) -> torch.Tensor:
-    """Compute attention of one row's queries ``[1, H, n, d]`` over recent keys and the chunks that each query chooses.
+    """Compute attention of one row's queries ``[1, H, n, d]`` over recent keys and the chunks that each query selects.
 
     Args:
         rows: recent keys and values, the block's last. A chunk of finite numbers must follow in memory.
         topk: the fields of a ``TopkFields`` as one row, with 0 in those of the pass.
-        spec: the layer's attention parameters, without a window.
     """
     heads = HeadShape(q.shape[1], rows[0].shape[1], q.shape[3], rows[1].shape[3])
     packed = PackedPass([_placed(block, rows[0].shape[2] - len(block))], heads, torch.get_num_threads())
@@ -227,7 +225,7 @@ def states_in_order(q: torch.Tensor, rows: Rows, block: Block, spec: AttentionSp
 
 
 def _split(block: Block, window: int | None) -> tuple[range, range]:
-    """Split committed rows into those that only some of the block's tokens see, and those that all see."""
+    """Split committed rows into those that some of the block's tokens see, and those that all see."""
     held = block.start
     if window is None or held + block.deepest < window:
         return range(0), range(held)
@@ -241,13 +239,11 @@ Backend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionSpec, tor
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, bias: torch.Tensor | None = None
 ) -> AttentionState:
-    """Compute attention of ``q`` over all of ``k`` with torch; several query heads may share a KV head.
+    """Compute attention of ``q`` ``[1, H, n, d]`` over all of ``k`` with torch; several query heads may share a KV
+    head.
 
-    Args:
-        q: ``[1, H, n, d]``.
-        k, v: ``[1, Hkv, m, d]`` and ``[1, Hkv, m, dv]``; H is a multiple of Hkv.
-        spec: scaling and soft cap; the caller handles window and sinks (``merge``).
-        bias: added to the scores, ``[n, m]``; minus infinity masks a key. Every query must see at least one key.
+    The caller handles window and sinks (``merge``). ``bias`` ``[n, m]`` is added to the scores; minus infinity masks a
+    key. Every query must see at least one key.
     """
     heads, n, group = q.shape[1], q.shape[2], q.shape[1] // k.shape[1]
     k, v = k.to(q.dtype), v.to(q.dtype)
@@ -259,8 +255,7 @@ def attend(
 
 
 def merge(*states: AttentionState, sinks: torch.Tensor | None = None) -> torch.Tensor:
-    """Merge attention over disjoint sets of keys, together all visible keys, to ``[1, H, n, d]``. Sinks are one more
-    state, without output; see ``AttentionSpec``."""
+    """Merge attention over disjoint sets of keys to ``[1, H, n, d]``. Sinks are one more state, without output."""
     out, lse = states[0]
     for i, state in enumerate(states[1:], 2):
         weight = torch.sigmoid(lse - state.lse).unsqueeze(-1)

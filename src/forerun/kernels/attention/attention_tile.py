@@ -64,8 +64,8 @@ EVEN_AND_ODD = [range(first + odd, first + 8, 2) for first in (0, 8) for odd in 
 
 @llvm_function(constants=1)
 def pack(e: Emitter, form: int, source: ir.Value, scale: ir.Value, vectors: ir.Value, to: ir.Value) -> None:
-    """Write a query to its place in a tile, in the order in which keys of this form are multiplied. ``scale`` is the
-    address of a double. For pairs, queries are rounded, and their scores are scaled instead."""
+    """Write a query to a tile in the multiplication order of this form. ``scale`` is the address of a double. For
+    pairs, queries are rounded, and their scores are scaled instead."""
     factor = e.everywhere(e.builder.fptrunc(e.load(scale, F64), F32))
     orders = {FLOATS_FORM: [range(i, i + 4) for i in range(0, LANES, 4)], HALVES_FORM: EVEN_AND_ODD}
     order = orders.get(form, [range(i, i + 8) for i in range(0, LANES, 8)])
@@ -129,8 +129,8 @@ def _summed(e: Emitter, parts: list[ir.Value]) -> ir.Value:
 
 @llvm_function()
 def hide(e: Emitter, scores: ir.Value, first: ir.Value, low: ir.Value, high: ir.Value) -> None:
-    """Mask the scores of keys that a query does not see; ``first`` is the block's first position. ``low`` and ``high``
-    point to four integers each: where each query's visible keys start and end."""
+    """Mask keys that a query does not see: ``first`` is the block's first position; ``low`` and ``high`` point to four
+    integers, the start and end of each query's visible keys."""
     b = e.builder
     begin = e.everywhere(b.trunc(first, I32))
     lanes = [query for query in range(TILE_QUERIES) for _ in range(4)]
@@ -173,7 +173,6 @@ def weigh(e: Emitter, form: int, scores: ir.Value, state: ir.Value) -> None:
 
 
 def _side_by_side(e: Emitter, a: ir.Value, b: ir.Value) -> ir.Value:
-    """Interleave: four 16-bit numbers of ``a``, four of ``b``, and so on."""
     return e.pick(a, b, [half + first + i for first in range(0, LANES, 4) for half in (0, LANES) for i in range(4)])
 
 

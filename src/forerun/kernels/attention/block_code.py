@@ -43,7 +43,6 @@ class BlockCode(NamedTuple):
         width: bytes per number that ``scores`` and ``values`` read.
         copied: 1 if all keys and values are copied first; else only those of a partial block.
         pack, copy: write a query into a tile; copy a row.
-        scores: scores several tiles.
         values: turns a tile's scores into weights, and adds the weighted values to its outputs.
         rewrite_keys, rewrite_values: rewrite a block for several tiles, for the ``rewritten`` code; 0 if useless.
     """

@@ -44,7 +44,7 @@ class RowFields(NamedTuple):
         first, n: index of its first token in the pass, and its tokens there.
         in_order: number of them in sequence order; the others are tree nodes.
         start: committed tokens; the position of its first token.
-        k_head: bytes between the keys of two heads; ``k_row``, of two tokens.
+        k_head, k_row: bytes between the keys of two heads, and of two tokens.
         states: offset of its states in the buffer of states.
         splits: states per tile; 0 if units visit all splits themselves.
     """
@@ -75,14 +75,13 @@ class AttendOp(NamedTuple):
 
     Attributes:
         kind: type of keys and values: 0 float32, 1 bfloat16, 2 float16; ``width`` bytes per number.
-        dim, out_dim: numbers per key and per value.
         window: as in ``AttentionSpec``, or 0.
         q: queries, float32; with the strides of tokens and heads.
         kv: table with each row's addresses of this layer's keys and values.
         sinks: one number per head, in the queries' type, or 0.
         out: outputs, a token's heads side by side; of ``out_kind``: 0 float32, 1 bfloat16.
         scale: factor on scores, for powers of two (of e in float64).
-        topk: each row's ``TopkFields`` of this layer, if queries choose the keys that they see.
+        topk: each row's ``TopkFields`` of this layer, if queries select keys.
     """
 
     kind: int
@@ -187,7 +186,7 @@ def _pack_tile(
 
 @compiled
 def copy_block(code: BlockCode, rows: int, row: int, dim: int, count: int, to: int) -> None:
-    """Copy ``count`` rows, padded with zeros to a whole block."""
+    """Copy ``count`` rows, padded with zeros to a block."""
     size = code.width * dim
     for i in range(count):
         call(code.copy, rows + i * row, dim // LANES, to + i * size)

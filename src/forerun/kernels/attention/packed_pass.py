@@ -71,7 +71,6 @@ class PackedPass:
         n, counts: number of tokens, of all rows and of each; ``outputs``: of those whose logits are wanted.
         bounds: the least and the greatest token id, and the greatest position for the model.
         unit_count, most_tiles, states_bytes: number of units, most tiles in one, and bytes of all states.
-        longest: tokens of the longest sequence, with its block.
     """
 
     def __init__(
@@ -99,18 +98,17 @@ class PackedPass:
         return scratch_bytes(self.heads, self.most_tiles, self.longest)
 
     def table(self, name: str) -> IntArray:
-        """Return one of ``TABLES``, flat."""
         index = TABLES.index(name)
         return self._memory[self._ends[index] : self._ends[index + 1]]
 
     def fields(
         self, strides: Sequence[tuple[int, int, int, int]] = (), work: TopkTables | None = None
     ) -> dict[str, int]:
-        """Return the ``PassFields`` of the tokens and of attention, without memory. They are valid until the next call.
+        """Return the ``PassFields`` of the tokens and of attention, without memory, valid until the next call.
 
         Args:
-            strides: each cache's byte strides: heads and rows of keys, heads and rows of values; none for operations
-                without attention.
+            strides: each cache's byte strides: heads and rows of keys, heads and rows of values; none without
+                attention.
             work: replaces the units.
         """
         if strides:
@@ -123,9 +121,11 @@ class PackedPass:
 
 @compiled
 def _cut(cuts: IntArray, parents: IntArray, group: int, kv_heads: int, threads: int, dim: int) -> tuple[int, int, int]:
-    """Cut rows into units, and place their states; return the number of units, most tiles in one, and bytes of all
-    states. After the columns of ``JoinedBlocks``, ``cuts`` receives each row's tiles, its splits, tiles per unit, the
-    offset of its states and its tokens in sequence order. ``dim`` is that of values."""
+    """Cut rows into units, and place their states; return the number of units, most tiles in one, and bytes of states.
+
+    After the columns of ``JoinedBlocks``, ``cuts`` receives each row's tiles, its splits, tiles per unit, the offset of
+    its states and its tokens in sequence order. ``dim`` is that of values.
+    """
     tile = size_of_tile(dim)
     units, most, states, node = 0, 0, 0, 0
     for row in range(len(cuts)):
@@ -153,7 +153,6 @@ def _cut(cuts: IntArray, parents: IntArray, group: int, kv_heads: int, threads: 
 def _fill(
     cuts: IntArray, parents: IntArray, tokens: IntArray, memory: IntArray, unit_count: int
 ) -> tuple[int, int, int]:
-    """Write ``TABLES`` into ``memory``; return ``PackedPass.bounds``."""
     first, n = len(cuts) * ROW_INTEGERS, len(tokens)
     last = first + unit_count * UNIT_INTEGERS
     rows = memory[:first].reshape((len(cuts), ROW_INTEGERS))
@@ -212,9 +211,9 @@ class TopkTables:
         for table, place, count in zip(tables, packed.places, packed.counts, strict=True):
             chunks, most, rank = (int(table[0, field]) for field in (CHUNKS_FIELD, MOST_FIELD, RANK_FIELD))
             ranked.append(chunks if most < chunks else 0)
-            padded, worth = topk_rank.padded_queries(count, heads.group), 4 * _whole(ranked[-1], GROUP_CHUNKS)
+            padded, worth = topk_rank.padded_queries(count, heads.group), 4 * _rounded_up(ranked[-1], GROUP_CHUNKS)
             every, self.worth_chunks = heads.kv_heads * padded, worth // 4
-            self._sizes.append(_TopkSizes(padded, _whole(every * rank, LINE), _whole(4 * every, LINE), worth))
+            self._sizes.append(_TopkSizes(padded, _rounded_up(every * rank, LINE), _rounded_up(4 * every, LINE), worth))
             self.worth_offset = self.states_bytes + self._sizes[-1].rounded_bytes + self._sizes[-1].unit_bytes
             self.states_bytes = self.worth_offset + every * worth
             self.slot_size = max(self.slot_size, topk_attention.scratch_bytes(chunks, most, place + count, heads.dim))
@@ -233,9 +232,6 @@ class TopkTables:
 
 
 class _TopkSizes(NamedTuple):
-    """Sizes for one row: a KV head's padded queries; bytes of all rounded queries and their units, and of all chunks'
-    worth to one query."""
-
     queries: int
     rounded_bytes: int
     unit_bytes: int
@@ -253,5 +249,5 @@ def address(table: bytearray | IntArray) -> int:
     return int(np.frombuffer(table, np.uint8).ctypes.data) if isinstance(table, bytearray) else int(table.ctypes.data)
 
 
-def _whole(size: int, unit: int) -> int:
+def _rounded_up(size: int, unit: int) -> int:
     return unit * math.ceil(size / unit)

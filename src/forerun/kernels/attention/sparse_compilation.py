@@ -12,8 +12,8 @@ OPERATIONS = (PROJECT_QUERIES, RANK_CHUNKS, ATTEND_TOPK)
 
 
 def compile_sparse(wait: bool) -> None:
-    """Compile, or load from the cache. Unless ``wait``, another process compiles what is not cached; a long sequence
-    that comes earlier waits for it."""
+    """Compile, or load from the cache. Unless ``wait``, another process compiles, and an earlier long sequence
+    waits."""
     if wait or not can_be_kept(ATTEND_TOPK.run) or all(is_kept(operation.run) for operation in OPERATIONS):
         for operation in OPERATIONS:
             address_of(operation.run, 5)

@@ -1,7 +1,7 @@
 """Compute attention of each query over its best chunks, read in place, given each chunk's worth to the query.
 
-A thread takes a token and a few heads: it finds the best chunks, scores their keys, and adds up their values, without
-copying or sorting. Heads of a group choose together, so each key is loaded once for all. Chunks of negligible weight
+A task is a token and a few heads: it finds the best chunks, scores their keys, and adds up their values, without
+copying or sorting. Heads of a group select together, so each key is loaded once for all. Chunks of negligible weight
 are skipped, because many heads attend to a few places only.
 """
 
@@ -87,7 +87,7 @@ def attend_topk(address: int, fields: int, code: int, task: int, slot: int) -> N
     floats(sums, heads * op.dim)[:] = np.float32(0)
     for g in range(heads):
         if op.softcap > 0:
-            floats(query, 1)[0] = np.float32(op.softcap * LOG2E)  # the queries are not needed any more
+            floats(query, 1)[0] = np.float32(op.softcap * LOG2E)  # the queries are no longer needed
             soften(weights + g * step, count + recent, query)
         _hide(row, this.parents, token, weights + g * step + 4 * count * CHUNK_KEYS, recent)
         exponentials(weights + g * step, count + recent, spare + LINE * g)
@@ -194,8 +194,8 @@ def products(
     e: Emitter, kind: ir.Value, heads: ir.Value, q: ir.Value, keys: ir.Value, row: ir.Value, dim: ir.Value,
     out: ir.Value, step: ir.Value, ahead: ir.Value, values: ir.Value, values_row: ir.Value,
 ) -> None:  # fmt: skip
-    """Multiply each head's query by a chunk's keys, ``step`` bytes from head to head. Prefetches the chunks at
-    ``ahead`` and ``values``."""
+    """Multiply each head's query by a chunk's keys, ``step`` bytes from head to head; prefetch ``ahead`` and
+    ``values``."""
     b = e.builder
     for count, half in _head_counts(e, kind, heads):
         with e.loop(b.udiv(row.type(CHUNK_KEYS), row.type(CHUNK_KEYS_AT_ONCE))) as group:
@@ -268,22 +268,19 @@ def selection_numbers(chunks: int) -> int:
 def select_topk(worth: Any, count: int, margin: float, found: int, spare: int) -> int:
     """Write the indices of at most ``count`` chunks with the highest worth, in ascending order; return their number.
 
-    The best ``count`` chunks are in the best ``count`` groups, so the worst of these groups gives a bound.
-
-    Args:
-        margin: chunks whose worth is further than this below the best are left out.
-        found: address of room for ``selection_numbers`` numbers of 8 bytes; the first ones become the result.
-        spare: address of room for two floats per chunk.
+    The best ``count`` chunks are in the best ``count`` groups, so the worst of these groups is a bound. Chunks whose
+    worth is further than ``margin`` below the best are left out. ``found`` has room for ``selection_numbers`` numbers
+    of 8 bytes, ``spare`` for two floats per chunk.
     """
     groups = (len(worth) + SELECTION_GROUP - 1) // SELECTION_GROUP
     numbers = integers(found, selection_numbers(len(worth)))
     maxima, copy = floats(spare, groups), floats(spare + 4 * len(worth), len(worth))
-    whole = len(worth) // SELECTION_GROUP
-    if whole < groups:
-        maxima[whole] = worth[whole * SELECTION_GROUP]
-        for c in range(whole * SELECTION_GROUP + 1, len(worth)):
-            maxima[whole] = max(maxima[whole], worth[c])
-    largest(worth.ctypes.data, whole, spare)
+    full_groups = len(worth) // SELECTION_GROUP
+    if full_groups < groups:
+        maxima[full_groups] = worth[full_groups * SELECTION_GROUP]
+        for c in range(full_groups * SELECTION_GROUP + 1, len(worth)):
+            maxima[full_groups] = max(maxima[full_groups], worth[c])
+    largest(worth.ctypes.data, full_groups, spare)
     top = maxima[0]
     for g in range(groups):
         copy[g] = maxima[g]

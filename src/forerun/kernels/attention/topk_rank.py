@@ -53,14 +53,13 @@ DOTS = "+avx512vnni" in features()
 
 
 class TopkFields(NamedTuple):
-    """One layer of one row: what queries choose among. Strides are in bytes.
+    """One layer of one row: what queries select from. Strides are in bytes.
 
     Attributes:
         chunks: number of chunks; 0 if all tokens are recent.
         most: maximum chunks that a query sees besides the first; from ``chunks`` on it sees all, and ranks nothing.
         rank, short: dimensions of the index, and its address, as in ``by_definition``.
         projection: projections of queries, float32 ``[Hkv, d, rank]``.
-        queries: queries of a KV head in the pass, padded to whole tiles.
         bytes, units: room for the rounded queries, ``[Hkv, queries, rank]``, and for their units.
         worth: each chunk's worth to each query, float32 ``[Hkv, queries, ...]``.
     """
@@ -117,13 +116,10 @@ def rank_units(chunks: list[int]) -> bytearray:
 def by_definition(index: torch.Tensor, count: int, q: torch.Tensor) -> torch.Tensor:
     """Return each query's largest product with any key of each chunk, plus a constant, float32 ``[H, n, count]``.
 
-    Uses torch's operations; on a GPU, a kernel that reads the bytes.
-
     Args:
         index: keys, uint8 ``[Hkv, groups, CHUNK_KEYS, rank / QUAD_NUMBERS, GROUP_CHUNKS, QUAD_NUMBERS]``; ``ZERO_BYTE``
             is not subtracted, hence the constant.
-        count: number of chunks, stored group by group.
-        q: float32 ``[H, n, rank]``; H is a multiple of Hkv. Rounded to bytes here.
+        q: float32 ``[H, n, rank]``, rounded to bytes here; H is a multiple of Hkv.
     """
     heads, rank = index.shape[0], q.shape[2]
     scale = q.abs().amax(-1, keepdim=True) / LARGEST_BYTE
@@ -200,7 +196,7 @@ def round_query(query: int, rank: int, unit: int, to: int) -> None:
 
 @compiled
 def score_all(keys: int, q: int, rows: int, rank: int, groups: int, scales: int, out: int, out_row: int) -> None:
-    """Score some groups for all of a KV head's rounded queries: whole tiles first, then single queries."""
+    """Score some groups for all of a KV head's rounded queries: full tiles first, then single queries."""
     row = 0
     while row < rows:
         query, scale, to = q + row * rank, scales + 4 * row, out + row * out_row

@@ -54,9 +54,8 @@ def attend(
     layer: int, q: torch.Tensor, kv_heads: int, places: PassTables, spec: AttentionSpec, out_dim: int | None = None,
     following: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute attention of packed queries ``[1, H, n, d]`` over their rows' keys, which must be in the caches;
-    ``[1, H, n, dv]``. Values have ``out_dim`` numbers, by default as many as keys. ``following``: weights of the next
-    product, to prefetch."""
+    """Compute attention of packed queries ``[1, H, n, d]`` over their rows' cached keys; ``[1, H, n, dv]``. Values have
+    ``out_dim`` numbers, by default as many as keys. ``following``: weights of the next product, to prefetch."""
     _, heads, n, dim = q.shape
     out_dim, softcap, sinks = out_dim or dim, spec.softcap, spec.sinks
     _contiguous_numbers(q)
@@ -96,15 +95,16 @@ def block_tokens(row_bytes: int) -> int:
 
 
 def pipeline_stages(row_bytes: int) -> int:
-    """Return how many blocks of keys and values to load ahead, for keys of ``row_bytes``: what fits the shared memory
-    of any processor since Ampere."""
+    """Return how many blocks to load ahead for keys of ``row_bytes``: what fits shared memory since Ampere."""
     return 3 if row_bytes <= 256 else 2 if row_bytes <= 512 else 1
 
 
 def scan_options(tile: int, merging: bool, row_bytes: int) -> dict[str, int]:
-    """Return the warps and registers of a scan's program. A large tile with two states would not fit four warps'
-    registers and gets eight; with one state, eight cost twice as much (H200, 64 queries, 122,000 keys). Registers are
-    limited where a test finds no spills."""
+    """Return the warps and registers of a scan's program.
+
+    A large tile with two states would not fit four warps' registers and gets eight; with one state, eight cost twice as
+    much (H200, 64 queries, 122,000 keys). Registers are limited where a test finds no spills.
+    """
     if merging and tile != GPU_COMBINE_QUERIES:
         return {"num_warps": 8}
     limited = tile == GPU_COMBINE_QUERIES and not merging and row_bytes <= 256
@@ -112,8 +112,7 @@ def scan_options(tile: int, merging: bool, row_bytes: int) -> dict[str, int]:
 
 
 def combine_shape(group: int, width: int) -> tuple[int, int, int]:
-    """Return the queries and columns per combining program, and its threads, given the queries per KV head and the
-    width of a value."""
+    """Return the queries and columns per combining program, and its threads, for a group and a value's width."""
     lanes = min(GPU_COMBINE_QUERIES, triton.next_power_of_2(group))
     part = min(width, max(16, GPU_COMBINE_THREADS // lanes))
     return lanes, part, max(GPU_COMBINE_THREADS, lanes * part)
@@ -124,7 +123,7 @@ def _width(dim: int) -> int:
 
 
 def _contiguous_numbers(*tensors: torch.Tensor) -> None:
-    """Raise ``ValueError`` if a head's numbers are not contiguous, which the kernels assume."""
+    """Raise ``ValueError`` unless a head's numbers are contiguous, which the kernels assume."""
     for tensor in tensors:
         if tensor.stride(3) != 1:
             raise ValueError(f"numbers of a head must be contiguous; the strides are {tensor.stride()}")
@@ -149,8 +148,8 @@ def _store(
 
 @triton.jit
 def _memory(q, addresses, strides, row, head, ALIGNED: tl.constexpr):
-    """Return a row's keys and values of a head, and their strides between tokens. These come from tables, so the
-    compiler must be told their alignment; otherwise it loads number by number."""
+    """Return a row's keys and values of a head, and their strides between tokens. They come from tables, so the
+    compiler must be told their alignment, or it loads number by number."""
     keys = tl.load(addresses + row * 2).to(tl.pointer_type(q.dtype.element_ty))
     values = tl.load(addresses + row * 2 + 1).to(tl.pointer_type(q.dtype.element_ty))
     k_head, k_row = tl.load(strides + row * 4), tl.load(strides + row * 4 + 1)
@@ -169,7 +168,6 @@ def _split_begin(split, SHORT: tl.constexpr, SHORTS: tl.constexpr, LONG: tl.cons
 
 @triton.jit
 def _split_of(position, SHORT: tl.constexpr, SHORTS: tl.constexpr, LONG: tl.constexpr):
-    """Return the split of a position."""
     return tl.minimum(position, SHORTS * SHORT) // SHORT + tl.maximum(position - SHORTS * SHORT, 0) // LONG
 
 
@@ -203,7 +201,6 @@ def _block(
 
 @triton.jit
 def _merge(top, total, out, top2, total2, out2):
-    """Merge a later split into the earlier ones."""
     highest = tl.maximum(top, top2)
     one, two = tl.exp2(top - highest), tl.exp2(top2 - highest)
     return highest, total * one + total2 * two, out * one[:, None] + out2 * two[:, None]

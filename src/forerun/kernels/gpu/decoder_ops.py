@@ -19,7 +19,6 @@ from forerun.kernels.gpu.prefetch import Ahead, prefetch
 GATE_COLUMNS = 1024
 """Columns of a gated row per program."""
 NORM_WARPS = 8
-"""Warps of a program that normalises a row."""
 GATE_WARPS = 4
 """Warps of a gating program: eight numbers per thread."""
 PARTS_AHEAD = 8
@@ -35,7 +34,7 @@ class Summands(NamedTuple):
 
 
 class NormWeight(NamedTuple):
-    """A root mean square norm: ``weight`` ``[columns]``, ``offset`` added to it (1 for Gemma's), ``eps`` to the mean of
+    """A root mean square norm: ``weight`` ``[columns]``, its ``offset`` (1 for Gemma's), ``eps`` on the mean of
     squares."""
 
     weight: torch.Tensor
@@ -60,13 +59,10 @@ def add_norm(
     x: torch.Tensor, added: Summands | None, after: NormWeight | None, before: NormWeight | None, factor: float,
     dtype: torch.dtype, following: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Add a product to the residual stream ``x``, float32 ``[n, columns]``, in place. Returns the sum normalised,
-    ``[n, columns]``.
+    """Add a product to the residual stream ``x``, float32 ``[n, columns]``, in place; return the sum normalised.
 
-    Args:
-        after, before: norms of what is added, and of the result, if any.
-        factor: on what is added.
-        following: weights of the next product, to prefetch.
+    ``after`` and ``before`` are norms of the summand and of the sum, if any; ``factor`` multiplies the summand.
+    ``following``: weights of the next product, to prefetch.
     """
     n, columns = x.shape
     y = torch.empty(n, columns, dtype=dtype, device=x.device)
@@ -94,8 +90,8 @@ def norm_columns(x: torch.Tensor, first: int, norm: NormWeight) -> None:
 def rotate_and_store(
     layer: int, qkv: Summands, how: RotaryHeads, places: PassTables, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Finish queries, keys and values, given side by side. Writes keys and values to their rows' memory, for ``layer``
-    of the tables, and returns queries ``[1, H, n, d]``."""
+    """Finish queries, keys and values, given side by side: write keys and values to their rows' memory, for ``layer``
+    of the tables, and return queries ``[1, H, n, d]``."""
     parts, bias = qkv
     n, width = parts.shape[1:]
     q = torch.empty(n, how.heads, how.dim, dtype=dtype, device=parts.device)
@@ -129,7 +125,6 @@ def gate(gate_up: Summands, silu: bool, dtype: torch.dtype, following: torch.Ten
 
 @triton.jit
 def _summed(parts, count, step, bias, at, inside, here, BIAS: tl.constexpr, PARTS_AHEAD: tl.constexpr):
-    """Add up a product's parts at columns ``at`` of the row that begins at ``here``."""
     total = at * 0.0
     for first in range(0, count, PARTS_AHEAD):
         for i in tl.static_range(PARTS_AHEAD):

@@ -12,9 +12,8 @@ def gather_chunks(
 ) -> torch.Tensor:
     """Copy chunks of ``size`` rows to the device without waiting; ``[n, size, d]``.
 
-    Args:
-        rows: ``[1, Hkv, m, d]``, on the device or in pinned host memory.
-        head, chunk: KV head and index of each chunk, int64 ``[n]``, on the device.
+    ``rows`` ``[1, Hkv, m, d]`` are on the device or in pinned host memory; ``head`` and ``chunk``, int64 ``[n]``, on
+    the device.
     """
     dim = rows.shape[3]
     found = torch.empty(len(head), size, dim, dtype=rows.dtype, device=device)

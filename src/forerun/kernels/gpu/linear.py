@@ -16,9 +16,7 @@ import triton
 import triton.language as tl
 
 OUTPUTS = 64
-"""Outputs per tile."""
 STEP = 64
-"""Columns multiplied at once."""
 GPU_LINEAR_COLUMNS = 1024
 """Columns per piece. Llama-2-7B's narrowest matrix is then cut into 256 programs, for some 130 processors."""
 GPU_LINEAR_ROWS = 1024
@@ -33,8 +31,8 @@ GPU_LINEAR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class LinearTile(NamedTuple):
-    """Tokens per tile of a product, and warps per program. Tiles of 64 tokens have two warps: with four, a Hopper would
-    use another instruction."""
+    """Tokens per tile of a product, and warps per program: two for 64, as with four a Hopper would use another
+    instruction."""
 
     tokens: int
     warps: int
@@ -80,11 +78,11 @@ def parts_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def padded(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Compute ``x @ weight.T`` by torch's library, in x's type, ``[1, n, O]``. Every call is padded to 64 rows, so that
-    the library uses one algorithm per matrix. A token's bits then do not depend on the pass, provided that they do not
-    depend on its row, which the exactness probe tests."""
+    the library uses one algorithm per matrix. A token's bits then do not depend on the pass, if they do not depend on
+    its row, which the exactness probe tests."""
     n, rows = len(x), LINEAR_TILES[-1].tokens
-    whole = torch.nn.functional.pad(x, (0, 0, 0, -n % rows))
-    return torch.cat([torch.nn.functional.linear(part, weight) for part in whole.split(rows)])[None, :n]
+    padded_x = torch.nn.functional.pad(x, (0, 0, 0, -n % rows))
+    return torch.cat([torch.nn.functional.linear(part, weight) for part in padded_x.split(rows)])[None, :n]
 
 
 def sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -39,10 +39,9 @@ leaves little idle; many more would repeat reading queries and tables. To be tri
 RECORDED_OWN_KEYS = 128
 """Maximum keys that only one token of a recorded pass sees: a block's, and a draft's of 64 tokens."""
 ROW_CUT_INTEGERS = 7
-"""Integers per row in ``PassDescription.cuts``: after the four of ``JoinedBlocks``, the end of the longest scan, tiles,
-and splits of a scan."""
+"""Integers per row of ``PassDescription.cuts``: four of ``JoinedBlocks``, end of the longest scan, tiles, splits of a
+scan."""
 WRITTEN = ("ids", "positions", "wanted", "tokens", "own", "rows", "tiles", "jobs")
-"""Tables that ``_write`` fills."""
 TABLE_ALIGNMENT = 16
 """Alignment of tables and rows in bytes: Triton compiles another kernel for unaligned pointers."""
 
@@ -53,7 +52,6 @@ class TableSizes(NamedTuple):
     Attributes:
         own: maximum keys that only one token sees.
         wanted: tokens with logits.
-        splits: of the longest scan.
         programs: that a KV head's scan is spread over, unless there are more tiles.
     """
 
@@ -69,8 +67,8 @@ class TableSizes(NamedTuple):
 
     @property
     def merging(self) -> bool:
-        """Whether one program runs and merges all splits of a tile, without storing states: if tiles keep half of all
-        programs busy."""
+        """Whether one program runs and merges all splits of a tile, without storing states: if tiles fill half of all
+        programs."""
         return 2 * self.tiles >= self.programs
 
     @property
@@ -79,8 +77,8 @@ class TableSizes(NamedTuple):
         return self.tiles if self.merging else min(self.programs, self.tiles * max(1, self.splits))
 
     def rounded(self, group: int) -> TableSizes:
-        """Round up to one of few sizes, with a spare row, for ``group`` query heads per KV head: tokens and rows to
-        powers of two, the sequence's splits to a power of four."""
+        """Round up to few sizes, with a spare row, for ``group`` query heads per KV head: tokens and rows to powers of
+        two, the sequence's splits to a power of four."""
         tokens, rows = _next_power(self.tokens, 2), _next_power(self.rows, 2)
         tiles = min((tokens * group + rows * (self.tile - 1)) // self.tile, tokens * -(-group // self.tile))
         splits = max(GPU_SHORT_SPLITS, _next_power(self.splits, 4))
@@ -100,8 +98,6 @@ class PassTables:
     """The tables of a pass, as views of one block of memory; ``R`` rows, ``T`` tiles, ``P`` programs.
 
     Attributes:
-        ids, positions: of the tokens, ``[n]``.
-        wanted: indices of the tokens with logits.
         addresses: of keys and values, ``[layers, R, 2]``.
         strides: between heads and between tokens, of keys and of values, ``[layers, R, 4]``.
         tokens: each token's row, slot in the row's memory, position, and end of its scan, ``[n, 4]``.
@@ -144,12 +140,9 @@ class PassTables:
     jobs: torch.Tensor
 
     def fill(self, batch: PassDescription, spare: torch.Tensor | None = None, ids: torch.Tensor | None = None) -> None:
-        """Describe a pass.
-
-        If the tables are larger than the pass, ``spare`` is memory for a key and a value of the spare row,
-        ``[2, width]``, shared by all its tokens, heads and layers. ``ids`` are token ids ``[n]`` on the device,
-        replacing the pass's.
-        """
+        """Describe a pass. If the tables are larger, ``spare`` is memory for a key and a value of the spare row, ``[2,
+        width]``, shared by all its tokens, heads and layers. ``ids`` are token ids ``[n]`` on the device, replacing the
+        pass's."""
         size, tables = batch.sizes, self._tables
         if self._copied is not None:
             self._copied.synchronize()
@@ -179,8 +172,6 @@ class PassDescription:
     """A pass, described for ``PassTables``.
 
     Args:
-        blocks: each row's input.
-        group: query heads per KV head.
         programs: that a KV head's scan is spread over; see ``scan_programs``.
         places: index of each block's first token in its row's memory; by default the blocks' starts.
         positions: that token's position for the model; by default ``places``.
@@ -225,8 +216,7 @@ def splits_of(length: int) -> int:
 
 
 def scan_programs(device: torch.device, kv_heads: int) -> int:
-    """Return over how many programs to spread a KV head's scan. A CPU, which interprets them, counts as one
-    processor."""
+    """Return over how many programs to spread a KV head's scan; an interpreting CPU counts as one processor."""
     on_gpu = device.type == "cuda"
     processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
     return max(1, SCAN_PROGRAMS_PER_PROCESSOR * processors // kv_heads)
@@ -251,8 +241,8 @@ def share_programs(tiles: IntArray, splits: IntArray, merging: bool, jobs: IntAr
 
 @compiled
 def _measure(cuts: IntArray, parents: IntArray) -> tuple[int, int, int]:
-    """Write the end of each row's longest scan; return the most tokens of a row, the most keys that only one token
-    sees, and the end of the longest scan."""
+    """Write the end of each row's longest scan; return the most tokens of a row, the most private keys of a token, and
+    the longest scan's end."""
     longest, own, furthest, node = 0, 0, 0, 0
     for row in range(len(cuts)):
         pending, nodes, end = cuts[row, 0], cuts[row, 1] - cuts[row, 0], cuts[row, 2] + cuts[row, 0]
@@ -272,7 +262,6 @@ def _write(
     cuts: IntArray, parents: IntArray, given: IntArray, tile: int, merging: bool, ids: IntArray, positions: IntArray,
     wanted: IntArray, tokens: IntArray, own: IntArray, rows: IntArray, tiles: IntArray, jobs: IntArray,
 ) -> None:  # fmt: skip
-    """Write the tables of ``PassTables``."""
     token, node, output, first = 0, 0, 0, 0
     for i in range(len(given)):
         ids[i] = given[i]

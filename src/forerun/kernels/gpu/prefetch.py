@@ -20,7 +20,6 @@ PREFETCH_PROGRAM_BYTES = tl.constexpr(1 << 17)
 PREFETCH_THREADS = tl.constexpr(32)
 """Threads per program that request 4 KiB each: the copy unit processes requests one by one."""
 PREFETCH_CAPABILITY = (9, 0)
-"""First compute capability with the instruction."""
 
 
 class Ahead(NamedTuple):

@@ -2,8 +2,8 @@
 
 As in ``kernels/recurrent``, they go token by token. Columns of a state are independent, so a program holds some columns
 of one head's state in registers for all tokens. A token's sum depends only on its ancestors, and the order of sums only
-on the layer, so its bits are the same in every pass: ``tl.sum``'s order depends on what Triton knows of a kernel's
-arguments, so it is told nothing of their alignment, and a sequence begins with a state of zeros.
+on the layer: ``tl.sum``'s order depends on what Triton assumes of a kernel's arguments, so it is told nothing of their
+alignment, and a sequence begins with a state of zeros.
 """
 
 from __future__ import annotations
@@ -134,7 +134,6 @@ def _run_states(
 
 @triton.jit
 def _vector(numbers, real, EPSILON: tl.constexpr, NORMALISE: tl.constexpr):
-    """Load a key or query, normalised if the layer says so."""
     vector = tl.load(numbers, real, 0.0)
     if NORMALISE:
         vector = vector / tl.sqrt(tl.sum(vector * vector, 0) + EPSILON)

@@ -14,14 +14,8 @@ from forerun.kernels.gpu.pass_tables import GPU_COMBINE_QUERIES
 
 
 def best_keys(index: torch.Tensor, count: int, q: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """See ``topk_rank.by_definition``. Returns float32 ``[Hkv, n, count]``.
-
-    Args:
-        index: keys, uint8 ``[Hkv, groups, CHUNK, rank / QUAD, GROUP, QUAD]``.
-        count: number of chunks, stored group by group.
-        q: queries, rounded to integers up to 127, float32 ``[Hkv, n, rank]``.
-        scale: of the results, ``[Hkv, n, 1]``.
-    """
+    """Return float32 ``[Hkv, n, count]``; see ``topk_rank.by_definition``. Here ``q`` is rounded to integers up to 127,
+    float32 ``[Hkv, n, rank]``; ``scale`` ``[Hkv, n, 1]`` multiplies the results."""
     heads, rows, rank = q.shape
     chunk, quads, group, quad = index.shape[2:]
     out = q.new_empty(heads, rows, count)

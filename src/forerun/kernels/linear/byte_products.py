@@ -17,12 +17,11 @@ SHORT = ir.IntType(16)
 SHORT_MOST = 32767
 """Largest 16-bit integer; ``maddubs`` adds two products of an unsigned and a signed byte in 16 bits."""
 LEAST_SIGNED_BYTE = 127
-"""Largest magnitude of a quantised input."""
 
 
 def bytes_by_words(e: Emitter, a: ir.Value, b: ir.Value, c: ir.Value, most: int) -> ir.Value:
-    """Add to each word of ``c`` four products of unsigned bytes of ``a`` and signed bytes of ``b``, vectors of 16
-    words. ``most`` is the largest byte of ``a``; the bytes of ``b`` are -127 to 127."""
+    """Add to each word of ``c`` four products of unsigned bytes of ``a``, up to ``most``, and signed bytes of ``b``,
+    -127 to 127; vectors of 16 words."""
     if "+avx512vnni" in features():
         return _called(e, "llvm.x86.avx512.vpdpbusd.512", WORDS, c, a, b)
     if "+avxvnni" in features():

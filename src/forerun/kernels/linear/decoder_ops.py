@@ -76,7 +76,6 @@ class RotaryOp(NamedTuple):
 
     Attributes:
         kind: type of the norms' weights; ``kv_kind``, of the cache.
-        y: address of the rows, float32.
         q_norm, k_norm: weights of norms over each head, or 0; ``one`` is added to them.
         cos, sin: tables by position, ``[positions, half]``; ``half`` is 0 if nothing rotates.
         kv: table with each row's addresses of this layer's keys and values.

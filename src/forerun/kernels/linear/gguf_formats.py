@@ -185,8 +185,7 @@ class Two(GgufFormat):
 
 
 class Three(GgufFormat):
-    """Q3_K: 256 numbers of three bits, the highest stored apart; every 16 have a signed six-bit scale. A part is 32
-    numbers."""
+    """Q3_K: 256 numbers of three bits, the highest stored apart; every 16 have a signed six-bit scale. A part is 32."""
 
     parts = 8
 
@@ -211,8 +210,8 @@ class Three(GgufFormat):
 
 
 class Codes(GgufFormat):
-    """IQ4_NL and MXFP4: a scale and 32 four-bit codes, ordered as in ``Nibbles``, for values of a table. MXFP4's scale
-    is a power of two."""
+    """IQ4_NL and MXFP4: a scale, for MXFP4 a power of two, and 32 four-bit codes of a table, ordered as in
+    ``Nibbles``."""
 
     def unpack(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[ir.Value]:
         words = quads(e, rows, self.bytes - 16)
@@ -270,7 +269,6 @@ class VectorTable:
         self._place = cgutils.alloca_once(e.builder, ir.ArrayType(FLOATS, count))
 
     def put(self, i: int, value: ir.Value) -> None:
-        """Store the vector at index ``i``."""
         self._builder.store(value, self._builder.gep(self._place, [I32(0), I32(i)]))
 
     def get(self, i: ir.Value) -> ir.Value:

@@ -51,7 +51,6 @@ class StridedRows(Sequence[ir.Value]):
         self._firsts = [e.at(w, e.times(row, i)) for i in range(0, LANES, 4)]
 
     def at(self, offset: ir.Value) -> StridedRows:
-        """Return the addresses ``offset`` bytes further."""
         moved = copy(self)
         moved._firsts = [self._e.hidden(self._e.at(first, offset)) for first in self._firsts]
         return moved
@@ -64,8 +63,8 @@ class StridedRows(Sequence[ir.Value]):
 
 
 class IntegerFormat:
-    """The integers of a format's blocks, which are read in ``parts`` equal parts, each a multiple of 32 columns.
-    ``most`` is the largest byte; ``sums`` turns sums into floats."""
+    """The integers of a format's blocks, read in ``parts`` equal parts, each a multiple of 32 columns. ``most`` is the
+    largest byte; ``sums`` turns sums into floats."""
 
     parts = 1
 
@@ -139,8 +138,8 @@ class _SuperNibbleCodes(IntegerFormat):
 
     @property
     def high_at(self) -> int:
-        """First bit of the high halves' codes: they stay in place where bytes may be so large, which saves a shift, and
-        their scales are divided. Products are equal unless inputs exceed 1e33 and overflow."""
+        """First bit of the high halves' codes, in place where bytes may be so large: that saves a shift, and scales are
+        divided. Products are equal unless inputs exceed 1e33 and overflow."""
         return 4 if self.most > 31 else 0
 
     def scales(self, e: Emitter, rows: StridedRows) -> Any:

@@ -1,7 +1,7 @@
 """Multiply quantised inputs by a panel of packed weights, by exact sums of integers (``block_sums.py``).
 
-For a few tokens, a panel's codes are used as they are unpacked. For more, codes and factors of some columns are first
-written to a buffer, once for all. The bits are the same. Each lane is an output.
+For a few tokens, a panel's codes are used when unpacked. For more, codes and factors of some columns are first written
+to a buffer, once for all. The bits are equal. Each lane is an output.
 """
 
 from __future__ import annotations
@@ -69,8 +69,10 @@ def _add(
 
 def _prefetch(e: Emitter, each: IntegerFormat, ahead: ir.Value, first: ir.Value, i: int) -> None:
     """Prefetch the share of 32 columns, the ``i``-th after ``first`` times 32, of the panel ahead, in memory order.
+
     The barrier keeps LLVM from moving all of a block's prefetches to its start, where they occupy the processor's miss
-    buffers while the loads after them wait: a token of Q6_K, Q5_K and Q2_K from memory took a third longer (Zen 4)."""
+    buffers while the loads after them wait: a token of Q6_K, Q5_K and Q2_K from memory was a third slower (Zen 4).
+    """
     count = each.columns // INPUT_BLOCK // each.parts
     lines = -(-LANES * each.bytes // each.parts // LINE)
     part = e.at(ahead, e.times(first, LANES * each.bytes // (each.columns // INPUT_BLOCK)))

@@ -48,8 +48,8 @@ UNPACKED_COLUMNS = 256
 """Columns of two panels unpacked at once: 32 KiB; a multiple of every format's block."""
 TASKS_PER_THREAD = 8
 PUT, ADD, GATE = 0, 1, 2
-"""What happens to the sums: ``PUT`` stores them, ``ADD`` adds them to floats, ``GATE`` activates them and multiplies by
-the second matrix's sums."""
+"""``PUT`` stores the sums, ``ADD`` adds them to floats, ``GATE`` activates them and multiplies by the second
+matrix's."""
 
 
 class Weights(NamedTuple):
@@ -102,13 +102,10 @@ class LinearOp(NamedTuple):
     Attributes:
         which: 0 for all tokens of the pass, 1 for those whose logits are wanted.
         kind, to_kind: type of the inputs, and of the results: 0 float32, 1 bfloat16, 2 float64.
-        x, y: the tokens' rows, in whole vectors, and the results', side by side; 0 for those of the pass.
-        words: per row.
+        x, y: the tokens' rows, padded to vectors, and the results', side by side; 0 for those of the pass.
         floats, integers: whether a matrix reads the tokens' words, and whether one reads quantised inputs.
         few_tokens: maximum tokens that the machine code ``few`` supports.
-        pairs, share: pairs of panels in all matrices, and per task.
         turn: pairs in the shares of all threads; where a thread's next share starts if all are equally fast.
-        table: address of the ``matrices`` matrices.
     """
 
     which: int
@@ -291,9 +288,8 @@ KEPT_PROGRAMS = 1 << 16
 
 
 def product(x: torch.Tensor, weights: Weights, keep: bool = True) -> torch.Tensor:
-    """Return ``x @ weights.T + bias`` for x ``[..., K]`` on a CPU, in x's type, which is that of plain weights. The
-    program is kept for later calls with the same weights, unless ``keep`` is false because they are a temporary copy.
-    """
+    """Return ``x @ weights.T + bias`` for x ``[..., K]`` on a CPU, in x's type, which plain weights share. Keep the
+    program for later calls unless the weights are a temporary copy."""
     dtype, outs, columns = x.dtype, weights.rows.shape[0], x.shape[-1]
     n = x.numel() // columns
     if weights.rows.dtype not in NUMBER_KINDS:
@@ -480,7 +476,7 @@ def _copy_rows(panel: Panel, to: int) -> None:
 
 @compiled
 def _plain(fields: int, n: int, x: int, tokens: int, panel: Panel, ahead: int, spare: int) -> None:
-    """Sum over a panel that needs no unpacking: whole vectors, then the remaining columns."""
+    """Sum over a panel that needs no unpacking: full vectors, then the remaining columns."""
     op, matrix = read_linear(fields), read_matrix(panel.matrix)
     steps = op.words // matrix.block
     if steps:
@@ -562,7 +558,7 @@ def _begin(kind: int, n: int, bias: int, first: int, valid: int, sums: int) -> N
 
 @compiled
 def _copy(w: int, row: int, size: int, valid: int, to: int) -> None:
-    """Copy the bytes after the last whole vector of each row, padded with zeros."""
+    """Copy the bytes after the last full vector of each row, padded with zeros."""
     for i in range(valid):
         source, tile = bytes_at(w + i * row, size), bytes_at(to + i * LINE, LINE)
         for c in range(size):
@@ -574,10 +570,10 @@ def _copy(w: int, row: int, size: int, valid: int, to: int) -> None:
 @compiled
 def _finish(fields: int, n: int, valid: int, sums: int, twin: int, y: int, number: int, spare: int) -> None:
     op = read_linear(fields)
-    whole = valid == _lanes(op)
+    full = valid == _lanes(op)
     for t in range(n):
         at, place = sums + t * LINE, y + t * op.y_row
-        to = place if whole else spare
+        to = place if full else spare
         if op.mode == GATE:
             gated(op.to_kind, op.activation, at, twin + t * LINE, to)
         elif op.mode == ADD:
@@ -587,7 +583,7 @@ def _finish(fields: int, n: int, valid: int, sums: int, twin: int, y: int, numbe
             continue
         else:
             words(1 if op.to_kind == 1 else 0, at, 1, to)
-        if not whole:
+        if not full:
             source_bytes, target_bytes = bytes_at(spare, valid * number), bytes_at(place, valid * number)
             for i in range(valid * number):
                 target_bytes[i] = source_bytes[i]

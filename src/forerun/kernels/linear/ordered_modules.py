@@ -1,7 +1,7 @@
 """Fix the order of sums in linear layers and elementwise functions of models that do not run as one program.
 
 Inside ``Ordered()`` all linear layers, including those of experts, use the kernel whose bits do not depend on what
-shares the pass (``linear.py``); torch computes what the kernel does not support. torch computes activations of whole
+shares the pass (``linear.py``); torch computes what the kernel does not support. torch computes activations of full
 vectors and of the remainder of a thread's share by different formulas, so rows are padded until there is no remainder.
 For the same reason complex products are written out in real numbers.
 """
@@ -138,8 +138,8 @@ def takes(x: Any, weight: Any) -> bool:
 
 
 def lay_out(weight: torch.nn.Parameter) -> None:
-    """Make the weights of each output contiguous in a matrix ``[..., K, O]`` used as ``x @ weight``. Shape and numbers
-    do not change."""
+    """Make the weights of each output contiguous in a matrix ``[..., K, O]`` used as ``x @ weight``, with equal
+    results."""
     if weight.device.type == "cpu" and weight.dtype in NUMBER_KINDS and weight.stride(-2) != 1:
         weight.data = weight.data.transpose(-2, -1).contiguous().transpose(-2, -1)
 
@@ -150,7 +150,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
 
 
 def filled(function: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
-    """Return ``function(x, *rest, **options)``, with every number computed by the formula for whole vectors."""
+    """Return ``function(x, *rest, **options)``, with every number computed by the formula for full vectors."""
     flat = x.reshape(-1)
     missing = _padded_size(len(flat)) - len(flat)
     if not missing:
@@ -159,12 +159,12 @@ def filled(function: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any, *
 
 
 def _padded_size(count: int) -> int:
-    """Pad a count so that every thread has whole vectors, however many threads torch uses."""
+    """Pad a count so that every thread has full vectors, however many threads torch uses."""
     size, threads = 0, torch.get_num_threads()
     while size < count:
         size = count
-        whole = VECTOR_MULTIPLE * math.lcm(threads, max(1, min(threads, math.ceil(size / THREAD_GRAIN))))
-        count = whole * math.ceil(size / whole)
+        multiple = VECTOR_MULTIPLE * math.lcm(threads, max(1, min(threads, math.ceil(size / THREAD_GRAIN))))
+        count = multiple * math.ceil(size / multiple)
     return size
 
 

@@ -33,7 +33,6 @@ from forerun.kernels.runtime.vector_ir import (
 )
 
 LARGEST = 127.0
-"""The integer of a block's largest number."""
 LEAST_SIZE = 2.0**-120
 """``LARGEST`` divided by it is a float."""
 

@@ -54,8 +54,8 @@ def rounded(e: Emitter, values: ir.Value) -> ir.Value:
 
 
 class NumberType:
-    """The type of a linear layer's inputs: of what a token broadcasts (``word``, ``bytes`` each), and of the
-    accumulators (``vector``). ``lanes`` is words per vector, and rows per panel."""
+    """The type of a linear layer's inputs: a broadcast ``word`` of ``bytes`` bytes, and the accumulators' ``vector`` of
+    ``lanes`` words, as many as rows per panel."""
 
     def __init__(self, word: ir.Type, lane: ir.Type, lanes: int) -> None:
         self.word, self.lanes, self.bytes, self.vector = word, lanes, LINE // lanes, ir.VectorType(lane, lanes)
@@ -88,7 +88,7 @@ FLOAT32, BFLOAT16, FLOAT64 = NumberType(F32, F32, 16), _Pairs(I32, F32, 16), Num
 
 
 class WeightFormat:
-    """How weights lie in memory: each row is a sequence of blocks of ``words`` words and ``bytes`` bytes.
+    """How weights are stored: each row is a sequence of blocks of ``words`` words and ``bytes`` bytes.
 
     Attributes:
         name: as in GGUF, or torch's name of the type.

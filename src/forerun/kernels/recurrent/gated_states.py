@@ -42,9 +42,7 @@ class GatedStateOp(NamedTuple):
     Attributes:
         rows, row_width: each token's keys, values, gates and betas, side by side (``GatedShape``).
         q, out: queries and outputs of the tokens from ``first`` on; earlier tokens only update the state.
-        state: states before the first token, or 0 for zeros.
         saved: where saved states are written, one after the other.
-        order: ``TokenOrder.table``.
         gates: gates per head: 1, or ``dim``.
         delta, normalise: whether it is the delta rule, and whether keys and queries are divided by their norms.
         wide, scale: whether numbers are float64; factor on the queries.
@@ -98,10 +96,8 @@ class TokenOrder:
     """The order in which a recurrence visits a draft tree, and where each token's state is kept.
 
     A parent's state is kept until its last child is computed, in place, so a chain of any length needs one state.
-
-    Attributes:
-        table: parent's place, own place and index of the saved state of each token, int64 ``[n, 3]``.
-        places: number of states that exist at once.
+    ``table`` has the parent's place, own place and index of the saved state of each token, int64 ``[n, 3]``; ``places``
+    is the number of states that exist at once.
     """
 
     table: torch.Tensor
@@ -140,11 +136,10 @@ def run_states(
     """Return outputs ``[m, heads, out_dim]`` of the last m tokens, and save states on the way.
 
     Args:
-        rows: contiguous ``[n, row_width]``, float32 or float64 like all others.
+        rows: of all n tokens, contiguous ``[n, row_width]``, float32 or float64 like all others.
         q: queries of the last m tokens, contiguous ``[m, key_heads, dim]``.
         state: ``[heads, dim, out_dim]`` before the first token; None for zeros.
         saved: destination of saved states, ``[s, heads, dim, out_dim]``.
-        order: of all n tokens.
     """
     if gpu.runs_on(q.device):
         from forerun.kernels.gpu import recurrences as there  # needs Triton
@@ -189,7 +184,7 @@ def run_head(
     op: GatedStateOp, head: int, order: np.ndarray, rows: np.ndarray, q: np.ndarray, out: np.ndarray,
     state: np.ndarray, saved: np.ndarray, scratch: np.ndarray,
 ) -> None:  # fmt: skip
-    """Run one head over all tokens; see the module's docstring."""
+    """Run one head over all tokens."""
     size, key_head = op.dim * op.out_dim, head // (op.heads // op.key_heads)
     key, query = part(scratch, op.places * size, op.dim), part(scratch, op.places * size + op.dim, op.dim)
     decays = part(scratch, op.places * size + 2 * op.dim, op.dim)

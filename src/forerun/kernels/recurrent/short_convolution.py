@@ -75,9 +75,7 @@ def convolve(
     """Return outputs ``[n - first, C]`` of the tokens from ``first`` on, float32 or float64 like all arguments.
 
     Args:
-        x: inputs, contiguous ``[n, C]``.
         weights: contiguous ``[K, C]``, the farthest tap first.
-        bias: ``[C]``, or None.
         parents: each token's parent index, int64 ``[n]``; the first ``first`` tokens are a chain, at least K - 1.
     """
     if gpu.runs_on(x.device):

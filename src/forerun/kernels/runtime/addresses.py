@@ -30,7 +30,6 @@ from forerun.kernels.runtime.vector_ir import (
 )
 
 library_of = operator.attrgetter("library")
-"""Get the machine code from numba's compile result."""
 
 
 class StructLayout:
@@ -85,16 +84,15 @@ def fits(*rows: torch.Tensor) -> bool:
 
 @functools.cache
 def address_of(work: Callable[..., None], arguments: int = 1) -> int:
-    """Return the address of a compiled function of ``arguments`` integers, for ``run_on_threads`` and ``call``.
-    Compiles the function, or loads it from the cache."""
+    """Return the address of a compiled function of ``arguments`` integers, for ``run_on_threads`` and ``call``."""
     code = cast(Any, work).get_compile_result(types.void(*(types.int64,) * arguments))
     return int(library_of(code).get_pointer_to_function(code.fndesc.llvm_cfunc_wrapper_name))
 
 
 @intrinsic
 def call(typing: Any, address: Any, *values: Any) -> Code:
-    """Call the machine code at an address (``address_of``). Functions called by address are compiled once, on demand;
-    functions called by name, again in every caller."""
+    """Call the machine code at an address (``address_of``). It is compiled once; functions called by name, in every
+    caller."""
 
     def write(context: Any, builder: ir.IRBuilder, signature: Any, given: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), (I64,) * len(values))
@@ -137,9 +135,9 @@ def part(typing: Any, array: Any, first: Any, count: Any) -> Code:
     size = array.dtype.bitwidth // 8
 
     def write(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
-        whole, result = arrayobj.make_array(array)(context, builder, values[0]), arrayobj.make_array(array)
+        source, result = arrayobj.make_array(array)(context, builder, values[0]), arrayobj.make_array(array)
         piece = result(context, builder)
-        data = builder.gep(whole.data, [values[1]])
+        data = builder.gep(source.data, [values[1]])
         arrayobj.populate_array(piece, data, [values[2]], [I64(size)], I64(size), None)
         return piece._getvalue()
 

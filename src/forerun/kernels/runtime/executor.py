@@ -1,7 +1,7 @@
 """Run a forward pass as a list of operations that all threads work through without Python.
 
-Each operation is cut into tasks. Threads take tasks until none are left, and start the next operation once this one's
-tasks are all done. The result does not depend on the number of threads or on when they start.
+Each operation is cut into tasks. Threads claim tasks until none are left, and start the next operation once all tasks
+of this one are done. The result does not depend on the number of threads or on when they start.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from forerun.kernels.runtime.addresses import StructLayout, address_of, call, in
 from forerun.kernels.runtime.vector_ir import I32, I64, LINE, Emitter, llvm_function
 
 COUNTER_BYTES = 2 * LINE
-"""Bytes of an operation's counters: tasks taken and tasks done, in separate cache lines."""
+"""Bytes of an operation's counters: tasks claimed and tasks done, in separate cache lines."""
 SPINS = 2000
 """Checks of the counter before a waiting thread yields its core: some ten microseconds."""
 ONCE, PER_TOKEN, PER_OUTPUT, PER_UNIT = range(4)
@@ -41,7 +41,6 @@ class PassFields(NamedTuple):
     """One pass, as threads see it: addresses and counts.
 
     Attributes:
-        threads: threads started.
         n, outputs: number of tokens, and of those whose logits are computed (``output_indices``).
         x, y: default input and output of linear layers that name no addresses.
         rows, units, token_rows, parents: attention tables (``ordered_attention.py``), and each token's row.
@@ -91,9 +90,8 @@ class Operation:
 
     Attributes:
         job: layout of its fields, which say what one operation of a program reads and writes.
-        tasks: number of tasks, by its fields; at least one.
-        run: compiled; does one task. Gets the addresses of the pass (``read_pass``), of the operation's fields and of
-            ``code``, the task's number, and the address of the thread's scratch memory.
+        run: compiled; does one task. Receives the addresses of the pass (``read_pass``), of the operation's fields and
+            of ``code``, the task's number, and the address of the thread's scratch memory.
         code: addresses of machine code that ``run`` calls, by the operation's fields.
         prepare: as ``run``; each thread calls it before its first task.
     """
@@ -105,7 +103,6 @@ class Operation:
     prepare: Run | None = None
 
     def record(self, fields: Any) -> bytes:
-        """Pack one operation for the executor."""
         each, by = self.tasks(fields)
         prepare = 0 if self.prepare is None else address_of(self.prepare, 5)
         head = (address_of(self.run, 5), prepare, by, each, *self.code(fields))
@@ -116,7 +113,7 @@ class Operation:
 
 @compiled
 def work(address: int) -> None:
-    """Take tasks of all operations in turn, on one thread."""
+    """Run tasks of all operations in turn, on one thread."""
     this, mode = read_pass(address), keep_denormals()
     scratch, before = this.slots + ticket(address) * this.slot_size, 0
     for i in range(this.operations):
@@ -203,8 +200,8 @@ class Program:
         run_on_threads(address_of(work), self._address, threads)
 
     def run_in_scratch(self, slot_bytes: int, states_bytes: int = 0, **fields: int) -> None:
-        """Run on all of torch's threads, in memory that later runs overwrite: ``slot_bytes`` per thread, and
-        ``states_bytes`` for attention states."""
+        """Run on all of torch's threads, in memory that later runs overwrite, ``slot_bytes`` per thread and
+        ``states_bytes``."""
         threads, size = torch.get_num_threads(), LINE * -(-slot_bytes // LINE)
         slots = _scratch.claim(threads * size + states_bytes)
         self.run(threads, slots=slots, slot_size=size, states=slots + threads * size, **fields)
@@ -230,7 +227,7 @@ def load_counter(e: Emitter, counter: ir.Value) -> ir.Value:
 
 @llvm_function(types.int64)
 def keep_denormals(e: Emitter) -> ir.Value:
-    """Enable denormals on this thread, and return its previous mode. ``torch.set_flush_denormal`` affects only the
+    """Enable denormals on this thread, and return its previous mode: ``torch.set_flush_denormal`` affects only the
     calling thread, and results must not depend on which thread computes them."""
     if not _is_x86(e):
         return I64(0)

@@ -1,7 +1,7 @@
-"""Checksum tensors by samples of their memory, fast enough to check a whole model before every request.
+"""Checksum tensors by samples of their memory, fast enough to check a model before every request.
 
-Small tensors are read whole; of larger ones, pieces spread evenly over the rows and cycling through the columns. This
-detects a change of all weights, of a whole column (in rows of up to 4 KiB), or of an eighth of the rows in sequence. It
+Small tensors are read completely; of larger ones, pieces spread evenly over the rows and cycling through the columns.
+This detects a change of all weights, of a column (in rows of up to 4 KiB), or of an eighth of the rows in sequence. It
 may miss a change of a few single weights or rows.
 """
 
@@ -29,8 +29,8 @@ _LEFT, _RIGHT = np.uint64(31), np.uint64(33)
 
 
 class MemorySample(NamedTuple):
-    """Pieces of a tensor's memory, ``step`` bytes apart from ``offset`` in its storage; the last one ends with the
-    tensor's ``size`` bytes."""
+    """Pieces of a tensor's memory, ``step`` bytes apart from ``offset`` in its storage; the last ends with the
+    tensor."""
 
     offset: int
     size: int

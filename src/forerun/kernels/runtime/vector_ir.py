@@ -49,7 +49,7 @@ def features() -> str:
 
 
 def wide() -> bool:
-    """Return whether 32 registers hold a whole vector each."""
+    """Return whether 32 registers hold a vector each."""
     return "+avx512f" in features()
 
 
@@ -63,7 +63,7 @@ def unusable() -> str | None:
     if config.DISABLE_JIT:
         return "numba's compiler is switched off (NUMBA_DISABLE_JIT)"
     if sys.platform == "win32":
-        return "on Windows threads cannot yield their cores as kernels do it (sched_yield)"
+        return "kernels yield cores by sched_yield, which Windows lacks"
     if "+fma" in features() or platform.machine().lower() in ("aarch64", "arm64"):
         return None
     return "the processor has no fused multiply-add"
@@ -75,9 +75,11 @@ def intrinsic(function: Callable[..., Code]) -> Any:
 
 
 def llvm_function(result: Any = types.void, constants: int = 0) -> Callable[[Callable[..., ir.Value | None]], Any]:
-    """Let compiled functions call a function that writes LLVM code, given an ``Emitter`` and integers. The first
-    ``constants`` integers are compile-time constants, because the code depends on them. They are part of the signature,
-    by which numba caches code. ``result`` is the type of the value."""
+    """Let compiled functions call a function that writes LLVM code, given an ``Emitter`` and integers.
+
+    The first ``constants`` integers are compile-time constants, because the code depends on them; numba caches code by
+    them. ``result`` is the type of the value.
+    """
 
     def mark(emit: Callable[..., ir.Value | None]) -> Any:
         @functools.wraps(emit)  # numba reads its parameters; the first one stands for numba's own
@@ -101,7 +103,6 @@ class Emitter:
         self.builder = builder
 
     def at(self, address: ir.Value, *offsets: ir.Value | int) -> ir.Value:
-        """Add offsets in bytes to an address."""
         for offset in offsets:
             address = self.builder.add(address, I64(offset) if isinstance(offset, int) else offset)
         return address
@@ -120,11 +121,9 @@ class Emitter:
         self.builder.asm(ir.FunctionType(ir.VoidType(), ()), "", "~{memory}", (), True)
 
     def load(self, address: ir.Value, kind: ir.Type = FLOATS) -> ir.Value:
-        """Load a value from memory."""
         return self.builder.load(self.builder.inttoptr(address, kind.as_pointer()), align=1)
 
     def store(self, value: ir.Value, address: ir.Value) -> None:
-        """Store a value to memory."""
         self.builder.store(value, self.builder.inttoptr(address, value.type.as_pointer()), align=2)
 
     def prefetch(self, address: ir.Value) -> None:
@@ -166,8 +165,8 @@ class Emitter:
 
     def larger(self, a: ir.Value, b: ir.Value) -> ir.Value:
         """Return the maximum of ``a`` and ``b``, lane by lane."""
-        whole = a.type == WORDS
-        more = self.builder.icmp_signed(">", a, b) if whole else self.builder.fcmp_ordered(">", a, b)
+        integral = a.type == WORDS
+        more = self.builder.icmp_signed(">", a, b) if integral else self.builder.fcmp_ordered(">", a, b)
         return self.builder.select(more, a, b)
 
     def largest(self, x: ir.Value) -> ir.Value:

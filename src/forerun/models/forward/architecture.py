@@ -37,7 +37,6 @@ positions (``inputs.position_limit``), so programs support it."""
 STORED = "stored"
 """Name of the type of quantised weights in a file's format (``stored_weights.py``)."""
 STORED_BY_FLOATS = "stored, float32 activations"
-"""Name of that type if inputs are not quantised."""
 ANGLES_CHUNK = 256
 """Positions whose angles are computed at once; few enough for one thread in torch, so that the bits are fixed."""
 
@@ -57,15 +56,14 @@ class MatrixRows:
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """The biases, ``[count]``."""
         bias = self.module.bias
         return None if bias is None else bias.detach()[self.first : self.first + self.count]
 
     @property
     def weights(self) -> Weights:
         """The rows in the form that kernels use."""
-        whole: Weights = self.module.packed_weights if as_stored(self.module) else plain(self.module.weight.detach())
-        return whole._replace(rows=whole.rows[self.first : self.first + self.count], bias=self.bias)
+        full: Weights = self.module.packed_weights if as_stored(self.module) else plain(self.module.weight.detach())
+        return full._replace(rows=full.rows[self.first : self.first + self.count], bias=self.bias)
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,6 @@ class AttentionPart:
     Attributes:
         qkv, output: matrices of queries, keys and values, and the one after attention.
         q_norm, k_norm: norms of queries and keys, per head or of all together, or None.
-        head_dim: numbers per head.
         rotary: kind of layer, if rotary angles differ by kind, else None.
         rotates: False if keys and queries do not depend on position.
     """
@@ -97,9 +94,8 @@ class AttentionPart:
 
 @dataclass(frozen=True)
 class ConvolutionPart:
-    """A layer's short convolution over tokens, between two gates (LFM2): ``gate_out * convolve(gate_in * x)``.
-    ``inputs`` is the matrix of ``gate_in``, ``gate_out`` and x, stacked; ``taps`` is the module with weights ``[C, 1,
-    K]``."""
+    """A short convolution between two gates (LFM2): ``gate_out * convolve(gate_in * x)``. ``inputs`` is the matrix of
+    ``gate_in``, ``gate_out`` and x; ``taps`` is the module with weights ``[C, 1, K]``."""
 
     inputs: MatrixRows
     output: MatrixRows
@@ -115,8 +111,6 @@ class DecoderLayer:
     """One decoder layer.
 
     Attributes:
-        mixer: attention or a short convolution.
-        gate_up, down: matrices of the gated linear unit.
         before_mixer, before_mlp: norms of a part's input, or None.
         after_mixer, after_mlp: norms of what a part adds to the residual stream, or None.
         residual_multiplier: factor on what a part adds to the residual stream.
@@ -138,13 +132,13 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class DecoderDescription:
-    """All that a pass over a known model computes: the source of programs for a CPU and passes on a GPU.
+    """All that a pass computes: the source of programs for a CPU and passes on a GPU.
 
     Attributes:
-        embedding, embedding_factor: module of the tokens' embeddings, and the factor on these.
+        embedding, embedding_factor: module of the tokens' embeddings, and their factor.
         norm, head: after the last layer; linear layer of the logits.
         activation: of the gates, by the kernels' number.
-        rotary, limit: module of the rotary angles, and the number of positions up to which they hold, or None for all.
+        rotary, limit: module of the rotary angles, and the number of positions for which they hold, or None for all.
         logits_scaling, logits_softcap: divides the logits; their soft cap, or None.
     """
 
@@ -172,7 +166,7 @@ class DecoderDescription:
 
 
 def describe(model: PreTrainedModel) -> DecoderDescription:
-    """Describe a known model."""
+    """Describe a supported model."""
     decoder, config, embedding = decoder_of(model), text_config(model), model.get_input_embeddings()
     return DecoderDescription(
         layers=layers(model), embedding=embedding, embedding_factor=embedding_factor(decoder, embedding),
@@ -186,7 +180,7 @@ def describe(model: PreTrainedModel) -> DecoderDescription:
 
 
 def known(model: PreTrainedModel) -> bool:
-    """Return whether a program can be written for this model in its current state."""
+    """Return whether a program can run this model in its current state."""
     return fused() and model.dtype in PROGRAM_DTYPES and _described(model, "cpu") and _fits(model)
 
 
@@ -204,7 +198,6 @@ def known_on_gpu(model: PreTrainedModel) -> bool:
 
 
 def _described(model: PreTrainedModel, device: str) -> bool:
-    """Return whether the layers are of a known kind, unchanged, and on one kind of device."""
     config, decoder = text_config(model), decoder_of(model)
     if config.model_type not in FAMILIES or activation(config) not in ACTIVATIONS:
         return False
@@ -233,8 +226,8 @@ def layers(model: PreTrainedModel) -> list[DecoderLayer]:
 
 
 def angles(rotary: Any, kind: str | None, count: int, limit: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines of the first ``count`` positions, ``[count, half]`` each. ``rotary`` and ``kind`` are as
-    in ``angles_at``. Positions do not exceed ``limit``, from which on all angles would change."""
+    """Return cosines and sines of the first ``count`` positions, ``[count, half]``, up to ``limit``; see
+    ``angles_at``."""
     like, chunks = torch.empty(0, dtype=torch.float32), []
     for first in range(0, count, ANGLES_CHUNK):
         last = first + ANGLES_CHUNK if limit is None or count > limit else min(first + ANGLES_CHUNK, limit)
@@ -246,8 +239,8 @@ def angles(rotary: Any, kind: str | None, count: int, limit: int | None) -> tupl
 def angles_at(
     rotary: Any, like: torch.Tensor, positions: torch.Tensor, kind: str | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines at int64 positions ``[n]``, float32 ``[n, half]``; ``like`` is a tensor of the type and
-    device for which the model's module computes, and ``kind`` is as in ``AttentionPart.rotary``."""
+    """Return cosines and sines at int64 positions ``[n]``, float32 ``[n, half]``. ``like`` has the type and device for
+    which the model's module computes; ``kind`` is as in ``AttentionPart.rotary``."""
     both = rotary(like, positions[None]) if kind is None else rotary(like, positions[None], kind)
     half = both[0].shape[-1] // 2
     cos, sin = (each[0, :, :half].float().contiguous() for each in both)
@@ -261,7 +254,7 @@ def scalings(rotary: Any) -> set[str]:
 
 def activation(config: Any) -> str:
     """Return the name of the gates' activation."""
-    if config.model_type == "lfm2":  # which has it in its code
+    if config.model_type == "lfm2":  # where the activation is in the code
         return "silu"
     return str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None))
 
@@ -290,7 +283,7 @@ def as_stored(module: nn.Module) -> bool:
 
 
 def is_stored(model: nn.Module) -> bool:
-    """Return whether a model has such modules."""
+    """Return whether a model has modules with quantised weights."""
     return any(as_stored(module) for module in model.modules())
 
 
@@ -307,7 +300,7 @@ def quantises(model: nn.Module) -> bool:
 
 
 def _plain(model: PreTrainedModel, device: str) -> bool:
-    """Return whether all modules are of unchanged, known classes, and all weights of one type and on such a device."""
+    """Return whether all modules are of unchanged, supported classes, and all weights alike."""
     if any(added_code(module) or not type(module).__module__.startswith(SOURCES) for module in model.modules()):
         return False
     blocks = {module.weight for module in model.modules() if as_stored(module)}
@@ -320,8 +313,7 @@ def _plain(model: PreTrainedModel, device: str) -> bool:
 
 
 def _fits(model: PreTrainedModel) -> bool:
-    """Return whether rows are whole vectors, layers of a kind have one shape, some have attention, and all matrices are
-    plain linear layers or all quantised."""
+    """Return whether rows divide into vectors, and layers and matrices of a kind are alike, some with attention."""
     head: Any = model.lm_head
     described = layers(model)
     linears = [*(part.module for layer in described for part in layer.matrices), head]
@@ -331,12 +323,12 @@ def _fits(model: PreTrainedModel) -> bool:
     kinds = {type(layer.mixer) for layer in described}
     shapes = {(type(layer.mixer), *((p.count, p.module.in_features) for p in layer.matrices)) for layer in described}
     dims = {layer.mixer.head_dim for layer in described if isinstance(layer.mixer, AttentionPart)}
-    whole = LINE // model.dtype.itemsize
+    lanes = LINE // model.dtype.itemsize
     return (
         len(shapes) == len(kinds)
         and len(dims) == 1
         and not any(dim % LANES for dim in dims)
-        and not any(module.in_features % whole for module in linears)
+        and not any(module.in_features % lanes for module in linears)
     )
 
 
@@ -346,18 +338,18 @@ def _layer(layer: Any, config: Any, kind: str | None) -> DecoderLayer:
         mixer = (
             _attention(layer.self_attn, config, kind)
             if conv is None
-            else ConvolutionPart(_whole(conv.in_proj), _whole(conv.out_proj), conv.conv)
+            else ConvolutionPart(_all_rows(conv.in_proj), _all_rows(conv.out_proj), conv.conv)
         )
-        pair = _whole(mlp.w1), _whole(mlp.w3)
-        return DecoderLayer(mixer, pair, _whole(mlp.w2), layer.operator_norm, None, layer.ffn_norm, None, 1.0)
+        pair = _all_rows(mlp.w1), _all_rows(mlp.w3)
+        return DecoderLayer(mixer, pair, _all_rows(mlp.w2), layer.operator_norm, None, layer.ffn_norm, None, 1.0)
     mlp = layer.mlp
     if hasattr(mlp, "gate_up_proj"):
         gate_up = _split(mlp.gate_up_proj, *(mlp.gate_up_proj.out_features // 2,) * 2)
     else:
-        gate_up = _whole(mlp.gate_proj), _whole(mlp.up_proj)
+        gate_up = _all_rows(mlp.gate_proj), _all_rows(mlp.up_proj)
     multiplier = float(getattr(layer, "residual_multiplier", 1.0))
     mixer = _attention(layer.self_attn, config, kind)
-    return DecoderLayer(mixer, gate_up, _whole(mlp.down_proj), *_norms(layer), multiplier)
+    return DecoderLayer(mixer, gate_up, _all_rows(mlp.down_proj), *_norms(layer), multiplier)
 
 
 def _attention(part: Any, config: Any, kind: str | None) -> AttentionPart:
@@ -366,12 +358,12 @@ def _attention(part: Any, config: Any, kind: str | None) -> AttentionPart:
         heads, kv_heads = config.num_attention_heads * dim, config.num_key_value_heads * dim
         qkv = _split(part.qkv_proj, heads, kv_heads, kv_heads)
     else:
-        qkv = tuple(_whole(each) for each in (part.q_proj, part.k_proj, part.v_proj))
-    every = config.sliding_window if config.model_type in ("mistral", "phi3") else None  # their window is every layer's
+        qkv = tuple(_all_rows(each) for each in (part.q_proj, part.k_proj, part.v_proj))
+    every = config.sliding_window if config.model_type in ("mistral", "phi3") else None  # the window of every layer
     softcap = part.attn_logit_softcapping if config.model_type == "gemma2" else None  # Gemma 3 has one and ignores it
     q_norm, k_norm = ("q_layernorm", "k_layernorm") if lfm2 else ("q_norm", "k_norm")
     return AttentionPart(
-        qkv, _whole(part.out_proj if lfm2 else part.o_proj),
+        qkv, _all_rows(part.out_proj if lfm2 else part.o_proj),
         q_norm=getattr(part, q_norm, None), k_norm=getattr(part, k_norm, None), head_dim=dim,
         spec=AttentionSpec(part.scaling, getattr(part, "sliding_window", every), softcap), rotary=kind,
         rotates=bool(getattr(part, "use_rope", True)),
@@ -379,14 +371,13 @@ def _attention(part: Any, config: Any, kind: str | None) -> AttentionPart:
 
 
 def _norms(layer: Any) -> tuple[Any, Any, Any, Any]:
-    """Return norms before and after attention, and before and after the gated linear unit."""
     first, second = getattr(layer, "input_layernorm", None), layer.post_attention_layernorm
     if hasattr(layer, "pre_feedforward_layernorm"):
         return first, second, layer.pre_feedforward_layernorm, layer.post_feedforward_layernorm
     return (first, None, second, None) if first is not None else (None, second, None, layer.post_feedforward_layernorm)
 
 
-def _whole(module: Any) -> MatrixRows:
+def _all_rows(module: Any) -> MatrixRows:
     return MatrixRows(module, 0, module.out_features)
 
 

@@ -53,19 +53,17 @@ from forerun.models.forward.architecture import (
 )
 
 LEAST_CAPACITY = 16
-"""Tokens and rows of the smallest program. Making one costs as much as a pass over one token at most (0.9 ms for the
+"""Tokens and rows of the smallest program. Making one costs at most as much as a pass over one token (0.9 ms for the
 bundled model, 5 for SmolLM2), so it should be rare. Unused memory is some hundred kilobytes."""
 ANGLES_GROWTH = 4096
-"""Minimum growth of the table of angles, in positions."""
 
 Op = tuple[Operation, Any]
 
 
 class PassKind(NamedTuple):
-    """What sets one program apart from another, besides its size.
+    """What distinguishes programs, besides their size.
 
     Attributes:
-        threads: number of threads for which the work is cut.
         keeps_queries: whether every layer's queries are kept until the next pass.
         topk: whether queries choose the keys that they see (``topk_rank.py``).
         states: layers whose hidden states are kept until the next pass; see ``Scorer.score_rows``.
@@ -83,7 +81,6 @@ class PassSize(NamedTuple):
     Attributes:
         tokens, rows: of the pass, and of its batch.
         tiles: most tiles of queries in a unit; see ``PackedPass``.
-        places: tokens of the longest sequence in its cache.
         positions: for the model, up to the last.
     """
 
@@ -107,9 +104,7 @@ class Decoder:
         self.parts = parts = describe(model)
         self.layers, self.attention, self.convolutions = parts.layers, parts.attention, parts.convolutions
         self.attending = list(self.attention)
-        """Layers with keys and values."""
         self.specs = {number: part.spec for number, part in self.attention.items()}
-        """Their attention parameters."""
         self.head = MatrixRows(parts.head, 0, parts.head.out_features)
         self.kind, self.width = PROGRAM_DTYPES[parts.dtype], int(parts.dtype.itemsize)
         self.hidden = int(parts.embedding.embedding_dim)
@@ -154,12 +149,11 @@ class CompiledForward:
     """The program and its buffers.
 
     Attributes:
-        size: the largest pass that there is memory for; ``slot_size``: its scratch bytes per thread.
+        size: the largest pass that fits its memory; ``slot_size``: its scratch bytes per thread.
         kv: addresses of keys and values in each row's cache, per layer with attention, int64 ``[layers, rows, 2]``.
         topk: ``TopkFields`` per such layer and row, int64 ``[layers, rows, ...]``.
         qkv: queries, keys and values side by side, ``[layers or 1, tokens, width]``.
         histories: addresses of the inputs in each row's cache, per convolution, int64 ``[layers, rows]``.
-        x: the residual stream, ``[tokens, hidden]``.
         states: hidden states of the kind's layers, side by side, ``[tokens, layers * hidden]``.
         states_by_stage: their columns, by the stage that writes them.
     """
@@ -194,7 +188,7 @@ class CompiledForward:
 
     @cached_property
     def program(self) -> Program:
-        """The whole pass."""
+        """The complete pass."""
         return Program([op for stage in self._stages for op in stage])
 
     @cached_property
@@ -264,7 +258,7 @@ class CompiledForward:
         norms, (y, row) = (part.q_norm, part.k_norm), _rows(qkv)
         per_head = [norm is not None and len(norm.weight) == heads.dim for norm in norms]
         places = (y, row), (y + 4 * heads.heads * heads.dim, row)
-        whole = [
+        products = [
             self._norm(norm, place, TO_FLOATS, place)
             for norm, place, single in zip(norms, places, per_head, strict=True)
             if norm is not None and not single
@@ -277,7 +271,7 @@ class CompiledForward:
             decoder.kind, decoder.kv_kind, heads.heads, heads.kv_heads, heads.dim, y, row, q_norm, k_norm, offset,
             cos.data_ptr(), sin.data_ptr(), cos.shape[1] if part.rotates else 0, kv, least,
         )  # fmt: skip
-        return [*whole, (ROTARY, op)]
+        return [*products, (ROTARY, op)]
 
     def _mlp(self, layer: DecoderLayer) -> list[Op]:
         return [
@@ -287,7 +281,6 @@ class CompiledForward:
         ]
 
     def _read(self, norm: Any) -> Op:
-        """Convert the residual stream to the next linear layer's input, normed if there is a norm."""
         if norm is not None:
             return self._norm(norm, _rows(self.x), TO_WORDS, _rows(self._input))
         decoder = self._decoder
@@ -314,7 +307,7 @@ class CompiledForward:
     ) -> Op:
         decoder, columns = self._decoder, matrices[0].module.in_features
         table = linear.table_of([each.weights for each in matrices])
-        self._tables.append(table)  # keeps alive what the program has the address of
+        self._tables.append(table)  # keeps alive what the program addresses
         words = columns if as_stored(matrices[0].module) else columns * decoder.width // 4
         to_kind, threads = decoder.kind if mode == GATE else 0, self._kind.threads
         options = {"mode": mode, "to_kind": to_kind, "which": which, "activation": decoder.parts.activation}

@@ -1,7 +1,7 @@
 """Run the forward pass of common decoders as one program, without Python between operations.
 
 On a CPU, a pass over a few tokens should cost one read of the weights. For small models, Python between operations
-costs as much again. So the target's passes run as a program if its structure is known (``architecture.py``) and its
+costs as much again. So the target's passes run as a program if its structure is supported (``architecture.py``) and its
 logits match the model's own forward pass (``gate.py``). ``refresh`` detects changes of the model; if no program fits
 any more, the model runs its own code. Kernels sum in a fixed order, so a token's logits have the same bits whatever
 shares its pass.
@@ -30,11 +30,10 @@ from forerun.models.forward.compiled_forward import CompiledForward, Decoder, Pa
 from forerun.models.forward.scorer import PassResult, Scorer, is_sharded
 
 SPARE_SCRATCH_BYTES = 4096
-"""Extra bytes in each thread's scratch memory."""
 
 
 class CompiledScorer(Scorer):
-    """A scorer that runs a program of kernels over the weights of a known model; see ``fastest_scorer``."""
+    """A scorer that runs a program of kernels over a supported model's weights; see ``fastest_scorer``."""
 
     def __init__(self, model: PreTrainedModel, kv_dtype: torch.dtype | None = None) -> None:
         super().__init__(model, kv_dtype)
@@ -44,7 +43,7 @@ class CompiledScorer(Scorer):
     def _read_model(self) -> None:
         super()._read_model()
         self._held = [weight.detach() for weight in self.model.parameters()]
-        """Kept alive because programs have their addresses: weights moved while a request runs must not be freed."""
+        """Kept alive because programs have their addresses: weights moved during a request must not be freed."""
         self._decoder = Decoder(self.model, self.kv_dtype) if known(self.model) else None
         self._compiled: dict[PassKind, CompiledForward] = {}
         self._embedded = self.vocabulary
@@ -149,8 +148,7 @@ class CompiledScorer(Scorer):
     def _prepare(
         self, decoder: Decoder, packed: PackedPass, kind: PassKind, topk: TopkTables | None = None
     ) -> tuple[CompiledForward, dict[str, int]]:
-        """Return a program for this pass and the ``PassFields`` of its memory, making larger ones if need be. Raises
-        ``IndexError`` if the embedding does not have a token of the pass."""
+        """Return a program for this pass and its memory's ``PassFields``; raise ``IndexError`` for an unknown token."""
         (least, most, last), work = packed.bounds, packed if topk is None else topk
         if least < 0 or most >= self._embedded:
             wrong = least if least < 0 else most
@@ -186,7 +184,6 @@ class CompiledScorer(Scorer):
     def _hand_over_queries(
         self, decoder: Decoder, compiled: CompiledForward, packed: PackedPass, caches: Sequence[Cache], kept: bool
     ) -> None:
-        """Record queries and attention parameters in full caches, for sparse caches."""
         specs, first = decoder.specs, 0
         for cache, block, count in zip(caches, packed.blocks, packed.counts, strict=True):
             if (full := cache.full) is not None and (kept or full.queries or full.specs is not specs):
@@ -205,7 +202,6 @@ class _RowSlice:
     Attributes:
         rows: indices of the pass's rows; ``packed`` has their blocks.
         ends: whether each row's block ends here, so that its logits are wanted.
-        x: the next layer's input, float32 ``[n, hidden]``.
         states: requested hidden states so far, float32 ``[n, layers * hidden]``.
     """
 
@@ -272,11 +268,10 @@ def _queries(decoder: Decoder, qkv: torch.Tensor, counts: Sequence[int]) -> Sequ
 
 
 def fastest_scorer(scorer: Scorer) -> Scorer:
-    """Return a ``CompiledScorer`` for a known structure, a ``GpuScorer`` on a GPU, else ``scorer``; the gate checks
-    logits."""
-    whole = type(scorer) is Scorer and not is_sharded(scorer.model)
-    if whole and gpu.runs_on(scorer.device):
+    """Return a ``CompiledScorer`` for a supported structure, a ``GpuScorer`` on a GPU, else ``scorer``."""
+    unsharded = type(scorer) is Scorer and not is_sharded(scorer.model)
+    if unsharded and gpu.runs_on(scorer.device):
         from forerun.models.forward.gpu_scorer import GpuScorer  # needs Triton
 
         return GpuScorer(scorer.model)
-    return CompiledScorer(scorer.model, scorer.kv_dtype) if whole and known(scorer.model) else scorer
+    return CompiledScorer(scorer.model, scorer.kv_dtype) if unsharded and known(scorer.model) else scorer

@@ -23,8 +23,7 @@ Result = TypeVar("Result")
 RECORDED_TOKENS = 64
 """Maximum tokens of a recorded pass. Larger passes compute for longer than Python needs to launch them."""
 RECORDINGS_KEPT = 128
-"""Maximum number of recordings. One row has seven sizes of passes, several have 28; sequences have three or four
-lengths."""
+"""Maximum recordings. One row has seven sizes of passes, several have 28; sequences have three or four lengths."""
 PASSES_UNTIL_RETRY = 256
 """Passes before recording is retried after running out of memory, as ``level.RETRY_STEPS``."""
 
@@ -32,8 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Makes CUDA graphs that share a memory pool: each overwrites what the previous one left there. All are recorded on
-    one stream, as torch keeps memory per stream."""
+    """Makes CUDA graphs on one stream, in one memory pool, where each overwrites the previous one's results."""
 
     @cached_property
     def _pool(self) -> Any:
@@ -44,8 +42,8 @@ class Recorder:
         return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def record(self, work: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
-        """Run a function. Returns how to run it again, and its result, which that overwrites. ``torch.cuda.graph``
-        would first wait for the device and empty the allocator's cache; here other work goes on."""
+        """Run a function; return how to run it again, and its result, which that overwrites. Do not wait for the
+        device."""
         present, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
         self._beside.wait_stream(present)
         with torch.cuda.stream(self._beside):
@@ -81,8 +79,7 @@ class GraphCache(Generic[Result]):
         return frozenset(self._kept)
 
     def run(self, batch: PassDescription, ids: torch.Tensor | None = None) -> Result:
-        """Run a pass; its result is valid until the next. ``ids``: token ids ``[n]`` on the device, if not in
-        ``batch``."""
+        """Run a pass; its result is valid until the next. ``ids``: token ids ``[n]`` on the device, if only there."""
         recording = self._recording(batch)
         if recording is None:
             return unrecorded(batch, self._run, self._device, ids)

@@ -1,4 +1,4 @@
-"""Test whether a token's logits have the same bits whatever shares its pass, by measurement.
+"""Measure whether a token's logits have the same bits whatever shares its pass.
 
 A sequence is scored in one pass, in passes of 1 to 64 tokens, and as a branch of a tree with wrong branches, alone and
 packed with another row. A second one is scored likewise after a long prefix, made of the first one's repeated keys and
@@ -23,9 +23,7 @@ from forerun.kv.full_cache import FullCache
 from forerun.models.forward.scorer import Scorer, is_sharded
 
 PROBED_PASS_TOKENS = (1, 2, 3, 5, 8, 13, 16, 24, 64)
-"""Sizes of the passes over the sequence, in tokens."""
 FAR_PASS_TOKENS = (1, 2, 5, 16)
-"""Sizes of the passes after the long prefix."""
 LONG_TEXT_TOKENS = 1100
 """Minimum length of the long prefix, in tokens: two splits of attention on a GPU, four on a CPU."""
 PROBED_BRANCH_TOKENS = 9
@@ -40,17 +38,18 @@ LEVELS = get_args(Level)
 
 @dataclass(frozen=True)
 class Exactness:
-    """How exact passes are: ``bitwise`` if drafts cannot change a bit of the logits, else ``rounding``. ``reason`` says
-    why it is only ``rounding``, and where the result comes from if it was not measured now."""
+    """``bitwise`` if drafts cannot change a bit of the logits, else ``rounding``; ``reason`` says why, or who measured
+    it."""
 
     level: Level
     reason: str | None = None
 
 
 def probe(scorer: Scorer, limit: int | None = None, offloads: bool = False) -> Exactness:
-    """Measure a model's exactness by comparing bits, with one result on all ranks of a model in several processes.
-    ``limit`` is the model's positions, which test sequences do not exceed; ``offloads`` says whether keys and values
-    may lie off the device."""
+    """Measure a model's exactness by comparing bits, with one result on all ranks.
+
+    Test sequences do not exceed ``limit``, the model's positions. ``offloads``: keys and values may be off the device.
+    """
     if offloads and scorer.device.type != "cpu" and not scorer.by_tables:
         return Exactness("rounding", "keys and values off the device are attended to row by row")
     return Exactness(*scorer.led(lambda: astuple(_probe(scorer, limit))))
@@ -102,17 +101,17 @@ def _read_far(scorer: Scorer, text: IntArray, length: int) -> FullCache:
 def _difference(scorer: Scorer, before: FullCache, text: IntArray, sizes: Sequence[int]) -> str | None:
     """Commit a sequence, and return what rounds differently from one pass over it after the cache's tokens, or None."""
     start = before.length
-    whole = _read(scorer, before, text, [len(text)])
+    expected = _read(scorer, before, text, [len(text)])
     before.truncate(start)
     parts = _read(scorer, before, text, sizes)
     for position in range(len(text)):
-        if not torch.equal(whole[position], parts[position]):
+        if not torch.equal(expected[position], parts[position]):
             size = sizes[int(np.searchsorted(np.cumsum(sizes), position, side="right"))]
             return f"a pass over {size} tokens rounds differently from one over {len(text)}"
     branch = min(PROBED_BRANCH_TOKENS, len(text) // 2)
     for others, reason in ((0, BRANCH_ROUNDS), (1, ROW_ROUNDS)) if branch else ():
         _go_back(scorer, before, text, start, len(text) - branch - 1)
-        if not _in_a_tree(scorer, before, text, branch, whole, others):
+        if not _in_a_tree(scorer, before, text, branch, expected, others):
             return reason
     before.truncate(start)
     _read(scorer, before, text, [len(text)])
@@ -120,8 +119,7 @@ def _difference(scorer: Scorer, before: FullCache, text: IntArray, sizes: Sequen
 
 
 def _go_back(scorer: Scorer, cache: FullCache, text: IntArray, start: int, count: int) -> None:
-    """Truncate to a sequence's first ``count`` tokens after ``start``; recurrent layers may need to score some
-    again."""
+    """Truncate to a sequence's first ``count`` tokens after ``start``, scoring some again for recurrent layers."""
     cache.truncate(start + count)
     if missing := text[cache.length - start : count].tolist():
         block = Block(np.array(missing), DraftTree.empty(), cache.length)
@@ -141,7 +139,9 @@ def _read(scorer: Scorer, cache: FullCache, text: IntArray, sizes: Sequence[int]
     return torch.cat(found)
 
 
-def _in_a_tree(scorer: Scorer, cache: FullCache, text: IntArray, branch: int, whole: torch.Tensor, others: int) -> bool:
+def _in_a_tree(
+    scorer: Scorer, cache: FullCache, text: IntArray, branch: int, expected: torch.Tensor, others: int
+) -> bool:
     """Return whether a branch has the sequence's logits although wrong branches and other rows share the pass."""
     start, wrong = len(text) - branch - 1, (text + 1) % scorer.vocabulary
     rows = [FullCache() for _ in range(others)]
@@ -153,7 +153,7 @@ def _in_a_tree(scorer: Scorer, cache: FullCache, text: IntArray, branch: int, wh
     blocks = [Block(text[start : start + 1], DraftTree.chain(wrong[:5]), row.length) for row in rows]
     blocks.append(Block(text[start : start + 1], tree, cache.length))
     logits = scorer.score(blocks, [*rows, cache])[-1]
-    return torch.equal(logits[[0, *places]], whole[start:])
+    return torch.equal(logits[[0, *places]], expected[start:])
 
 
 def _with_wrong_branches(right: IntArray, wrong: IntArray) -> tuple[DraftTree, list[int]]:

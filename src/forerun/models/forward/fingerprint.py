@@ -46,7 +46,7 @@ IMPLEMENTATIONS = ("_attn_implementation", "_experts_implementation")
 ELSEWHERE = ("_name_or_path", "transformers_version")
 """Entries of a configuration that do not affect the model."""
 WHOLE_BYTES = 1 << 16
-"""Largest weights that are read whole: norms, biases, and all of a tiny model."""
+"""Size up to which weights are read completely: norms, biases, and all of a tiny model."""
 SAMPLES = 64
 SAMPLE_BYTES = 256
 """Number of evenly spaced pieces of a larger weight, and bytes of each."""
@@ -55,14 +55,14 @@ SAMPLE_BYTES = 256
 def fingerprint(scorer: Scorer, exactness: Exactness) -> str:
     """Return a name for the bits of this model's keys and values in this process: 32 hexadecimal digits.
 
-    It reads all weights, at SHA-256's 1.8 GB a second and core. Raises ``ValueError`` if keys and values depend on more
-    than is visible: hooks, modules of other packages (adapters have private state), or rotations that depend on the
-    sequence's length.
+    It reads all weights, at SHA-256's 1.8 GB/s per core. Raise ValueError if keys and values depend on more than is
+    visible: hooks, modules of other packages (adapters have private state), or rotations that depend on the sequence's
+    length.
     """
     model = scorer.model
     reason = unknowable(model)
     if reason is not None:
-        raise ValueError(f"keys and values of this model cannot be kept on disk: {reason}")
+        raise ValueError(f"keys and values of this model cannot be stored on disk: {reason}")
     about = _about(model, COMPUTING) | {
         "scorer": type(scorer).__qualname__, "exactness": exactness.level, "keys and values": scorer.kv_dtype,
     }  # fmt: skip
@@ -116,7 +116,6 @@ def unknowable_code(model: PreTrainedModel) -> str | None:
 
 
 def _foreign_function(kind: type[nn.Module]) -> str | None:
-    """Find a function of another package in a class, or in the module that defines it."""
     module = sys.modules.get(kind.__module__)
     for each in (*vars(kind).values(), *(() if module is None else vars(module).values())):
         known = getattr(each, "__module__", "").partition(".")[0] in CODE_PACKAGES
@@ -186,7 +185,7 @@ def _weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _of(name: str, weight: torch.Tensor, sampled: bool = False) -> bytes:
-    """Return a tensor's digest; a transposed matrix is not copied."""
+    """Return a tensor's digest, without copying a transposed matrix."""
     turned = weight.dim() == 2 and not weight.is_contiguous() and weight.t().is_contiguous()
     rows = (weight.t() if turned else weight).detach()
     digest = hashlib.sha256(repr((name, str(weight.dtype), tuple(weight.shape), turned)).encode())

@@ -54,7 +54,6 @@ QUANTISED_TOLERANCE = 5e-2
 has errors of 0.024 to 0.038, and tiny models up to 0.021."""
 
 KV_DTYPES = ("auto", "bfloat16")
-"""Allowed types of cached keys and values; ``auto`` is the model's."""
 
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 UNWIDENED = frozenset({"__get__", "__set__", "__setitem__", "to", "type", "type_as", "bfloat16", "half"})
@@ -76,8 +75,7 @@ class UnsupportedModelError(ValueError):
 
 
 def kv_type(model: PreTrainedModel, name: str) -> torch.dtype | None:
-    """Return the type of cached keys and values by its name in ``KV_DTYPES``; None for the model's. Raises
-    ``ValueError`` if this model cannot have it."""
+    """Return the type of cached keys and values by name, None for the model's; raise ValueError if unsupported."""
     if name not in KV_DTYPES:
         raise ValueError(f"kv_dtype is {name!r}; allowed are {', '.join(KV_DTYPES)}")
     if name == "auto" or model.dtype == torch.bfloat16:
@@ -95,8 +93,7 @@ def kv_type(model: PreTrainedModel, name: str) -> torch.dtype | None:
 
 
 def admit(model: PreTrainedModel, self_test: SelfTest = tested, kv_dtype: torch.dtype | None = None) -> Scorer:
-    """Return the fastest scorer whose logits are the model's own, or raise ``UnsupportedModelError`` with the reason.
-    ``kv_dtype`` is as in ``Scorer``."""
+    """Return the fastest scorer whose logits are the model's own; raise ``UnsupportedModelError`` with the reason."""
     reason = _reason_in_config(model)
     if reason is None:
         lay_out(model)
@@ -170,8 +167,8 @@ def rounds(model: PreTrainedModel) -> bool:
 
 
 def rounding_error(model: PreTrainedModel, kv_dtype: torch.dtype | None = None) -> float:
-    """Return the relative error that rounding alone explains. Keys and values in bfloat16 are a part of a bfloat16
-    model's rounding, so they have its tolerance: SmolLM2 in float32 has errors of up to 0.016, tiny models 0.019."""
+    """Return the relative error that rounding alone explains. Keys and values in bfloat16 round as a bfloat16 model
+    does, so they have its tolerance: SmolLM2 in float32 has errors of up to 0.016, tiny models 0.019."""
     return max(TOLERANCE[kv_dtype or model.dtype], QUANTISED_TOLERANCE * quantises(model))
 
 
@@ -200,24 +197,23 @@ def _reason_in_trees(scorer: Scorer) -> str | None:
 
 
 def _reason_in_chunk(scorer: Scorer) -> str | None:
-    """Return why whole chunks of a prompt, which a scorer may compute differently, are wrong, or None."""
     count, limit = scorer.prompt_chunk, position_limit(scorer.model)
     if count is None or (limit is not None and limit < 2 * count):
         return None
     tokens = np.random.default_rng(0).integers(0, scorer.vocabulary, 2 * count)
     last: list[torch.Tensor] = []
-    for whole in (True, False):
+    for whole_chunk in (True, False):
         cache = FullCache()
         for start in (0, count):
-            block = Block(tokens[start : start + count], DraftTree.empty(), start, whole)
-            with _naming("a pass over a whole chunk of a prompt"):
+            block = Block(tokens[start : start + count], DraftTree.empty(), start, whole_chunk)
+            with _naming("a pass over a complete prompt chunk"):
                 logits = scorer.score([block], [cache])[0]
             cache.commit(block, [])
         last.append(logits)
     error = _error(scorer.model, [torch.tensor(tokens[None], device=scorer.model.device)], last[:1], last[1:])
     if error <= _tolerance(scorer):
         return None
-    return f"logits of a whole chunk of a prompt are off by {error:.2g} (relative)"
+    return f"logits of a complete prompt chunk are off by {error:.2g} (relative)"
 
 
 def _has_experts(model: PreTrainedModel) -> bool:
@@ -242,7 +238,7 @@ def _tree_error(scorer: Scorer, text: int) -> float:
     tokens = np.random.default_rng(text).integers(0, scorer.vocabulary, 32).tolist()
     tree = DraftTree(np.array(tokens[:5]), np.array([-1, 0, 0, 2, -1]))
     prompts = [tokens[8:15], tokens[20:31]]
-    with _naming("a pass over two packed texts"):
+    with _naming("a pass over two packed sequences"):
         scored = _score(scorer, prompts, tree)
     model = scorer.model
     with _naming("the model's own forward pass"), use_implementations(model, experts=experts(model)):
@@ -323,9 +319,12 @@ def relative_error(logits: torch.Tensor, right: torch.Tensor) -> float:
 
 
 class Float32View(TorchFunctionMode):
-    """A context in which functions get 16-bit floats widened to float32, one tensor at a time, and so return float32. A
-    16-bit model computes in float32 without a second copy: the reference when two passes in 16 bits differ. Functions
-    that change a tensor in place and conversions are excluded: where a model rounds on purpose, it still rounds."""
+    """A context in which functions get 16-bit floats widened to float32, one tensor at a time, and so return float32.
+
+    A 16-bit model then computes in float32 without a second copy: the reference when two passes in 16 bits differ.
+    Functions that change a tensor in place and conversions are excluded: where a model rounds on purpose, it still
+    rounds.
+    """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -82,11 +82,11 @@ def _joined(tensors: Sequence[torch.nn.Parameter]) -> torch.Tensor:
 def _moved(tensors: Sequence[torch.nn.Parameter]) -> torch.Tensor:
     first = 0
     with torch.inference_mode(tensors[0].is_inference()), torch.no_grad():  # as the model was made
-        whole = torch.cat([tensor.data for tensor in tensors])
+        joined = torch.cat([tensor.data for tensor in tensors])
         for tensor in tensors:
-            tensor.data = whole[first : first + len(tensor)]
+            tensor.data = joined[first : first + len(tensor)]
             first += len(tensor)
-    return whole
+    return joined
 
 
 class GpuForward:
@@ -100,7 +100,7 @@ class GpuForward:
         ]
         self._norm, self._dtype = _norm(parts.norm), parts.dtype
         like, table = torch.empty(0, device=model.device), None
-        if parts.limit is not None:  # the module looks at positions on the CPU, which waits for the device
+        if parts.limit is not None:  # the module reads positions on the CPU, which waits for the device
             table = angles_at(parts.rotary, like, torch.arange(parts.limit, device=model.device), None)
         self._table = table
         """Angles of all positions, if the model's module cannot compute them in a recorded pass."""
@@ -113,12 +113,11 @@ class GpuForward:
         states_of: tuple[int, ...] = (),
         product: Product = linear.parts_of,
     ) -> PassResult:
-        """Run a pass described by tables. Returns float32 logits ``[wanted, V]``, and hidden states of layers
+        """Run a pass described by tables; return float32 logits ``[wanted, V]``, and hidden states of layers
         ``states_of``.
 
-        Args:
-            attention: its keys and values are already in their rows' memory.
-            fetch: called with each layer before its keys and values are written.
+        ``attention`` finds its keys and values already in their rows' memory. ``fetch`` is called with each layer
+        before its keys and values are written.
         """
         x = self._parts.embedding.weight[places.ids].float() * self._parts.embedding_factor
         angles, states = self._angles(x, places.positions), dict[int, torch.Tensor]()
@@ -158,7 +157,6 @@ class GpuForward:
         self, number: int, layer: GpuLayer, h: torch.Tensor, places: PassTables,
         angles: Angles, attention: Attention, product: Product,
     ) -> torch.Tensor:  # fmt: skip
-        """Compute a layer's attention before its output product; ``[n, H * d]``."""
         parts, qkv = layer.attention, Summands(product(h, layer.qkv.weight), layer.qkv.bias)
         dim = parts.head_dim
         heads, kv_heads = parts.qkv[0].count // dim, parts.qkv[1].count // dim

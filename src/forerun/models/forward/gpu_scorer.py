@@ -5,7 +5,7 @@ means and attention of ``kernels/gpu``. Caches stay in place, and a pass has a t
 fetched before use into fixed buffers, and written back afterwards. Caches that select keys (low-rank) run as in
 ``Scorer``, row by row.
 
-A complete chunk of a prompt has a separate pass, with torch's products and attention: many times faster, with bits that
+A complete prompt chunk has a separate pass, with torch's products and attention: many times faster, with bits that
 depend on the chunk's length and place. As every prompt is cut at the same places, drafts and other rows do not change
 them.
 """
@@ -47,7 +47,6 @@ from forerun.models.forward.weight_watch import Change, WeightWatch
 PROMPT_CHUNK_TOKENS = 512
 """Tokens of a chunk for torch's libraries: enough for arithmetic, not memory, to dominate."""
 PROGRAM_ATTRIBUTE = "_forerun_gpu"
-"""The model's attribute for its ``GpuProgram``."""
 
 
 class LayerQueries(NamedTuple):
@@ -61,7 +60,6 @@ class TableLayers(NamedTuple):
     """A model's layers as tables describe them.
 
     Attributes:
-        places: each layer's index in the tables.
         likes: each layer's empty keys and values, ``[1, Hkv, 0, d]`` and ``[1, Hkv, 0, dv]``.
         group: maximum query heads per KV head.
         uniform: whether all keys and values have one shape.
@@ -75,8 +73,8 @@ class TableLayers(NamedTuple):
 
 
 class TableRow(NamedTuple):
-    """Where a row's keys and values are: addresses ``[layers, 2]``, strides in bytes ``[layers, 4]`` or ``[4]``, and
-    the index of the block's first token."""
+    """Where a row's keys and values are: addresses ``[layers, 2]``, strides in bytes, and the index of the block's
+    start."""
 
     addresses: IntArray
     strides: IntArray | tuple[int, ...]
@@ -93,7 +91,6 @@ class TableMemory(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[TableRow], width: int) -> TableMemory:
-        """Describe rows of numbers of ``width`` bytes."""
         given = [row.addresses for row in rows]
         addresses = np.stack(given, 1)
         strides = np.stack([np.broadcast_to(np.array(row.strides), (len(addresses), 4)) for row in rows], 1) // width
@@ -108,7 +105,7 @@ class TableMemory(NamedTuple):
 
 _Row = tuple[Block, Cache, TableRow]
 _Kept = tuple[bool, tuple[int, ...]]
-"""What a pass keeps: whether queries, and of which layers hidden states."""
+"""Whether a pass keeps queries, and of which layers hidden states."""
 _Results = tuple[PassResult, LayerQueries]
 
 
@@ -165,8 +162,8 @@ class GpuProgram:
     def run(
         self, tables: TableLayers, batch: PassDescription, kept: _Kept, ids: torch.Tensor | None, away: Transfers
     ) -> _Results:
-        """Run a pass. Its result is valid until the next one. ``ids``: token ids ``[n]`` on the device, if not in
-        ``batch``. A pass over offloaded layers (``away``) is not recorded, as copies end when they end."""
+        """Run a pass, whose result is valid until the next. ``ids``: token ids ``[n]`` on the device, if not in
+        ``batch``. A pass over offloaded layers (``away``) is not recorded, since copies end at variable times."""
         if away.rows:
             return unrecorded(batch, partial(self._run, tables, kept, away), self._plain.device, ids)
         if kept not in self.graphs:  # a recording keeps queries and states, or it does not
@@ -190,8 +187,7 @@ class GpuProgram:
 
 
 class Transfers(NamedTuple):
-    """Copies before and after each layer of a pass, for ``rows``: offloaded caches with their blocks' numbers of
-    tokens."""
+    """Copies before and after each layer of a pass, for ``rows``: offloaded caches with their blocks' lengths."""
 
     rows: Sequence[tuple[FullCache, int]]
 
@@ -238,8 +234,7 @@ class GpuScorer(Scorer):
 
     @torch.inference_mode()
     def warm_up(self, states_of: tuple[int, ...] = ()) -> None:
-        """Record passes of one row of every size; those of more rows and of long sequences are recorded when they first
-        occur."""
+        """Record passes of one row of every size; others, and long sequences, are recorded at first use."""
         tokens, cache = 1, FullCache(RECORDED_TOKENS)
         while self._program.layers is not None and tokens <= RECORDED_TOKENS:
             chain = DraftTree.chain(np.zeros(tokens - 1, np.int64))
@@ -255,7 +250,6 @@ class GpuScorer(Scorer):
         return super()._pass(blocks, caches, layers)
 
     def _score(self, tables: TableLayers, rows: Sequence[_Row], layers: tuple[int, ...]) -> PassResult:
-        """Score complete chunks of prompts one by one, and the rest together."""
         chunks = [self._reads_chunk(block, cache) for block, cache, _ in rows]
         if not any(chunks):
             return self._score_together(tables, rows, layers)
@@ -281,7 +275,6 @@ class GpuScorer(Scorer):
         return list(map(PassResult, each, torch.split(states, [len(block) for block, _, _ in rows])))
 
     def _read_chunk(self, tables: TableLayers, row: _Row, states_of: tuple[int, ...]) -> PassResult:
-        """Score a complete chunk of a prompt by torch's libraries."""
         block, cache, _ = row
         decoder = self._program.decoder
         full = cache.full
@@ -315,7 +308,6 @@ class GpuScorer(Scorer):
         )  # fmt: skip
 
     def _hand_over_queries(self, layers: LayerQueries, rows: Sequence[_Row]) -> None:
-        """Pass to full caches what sparse caches read from them."""
         first = 0
         for block, cache, _ in rows:
             last = first + len(block)
@@ -328,7 +320,7 @@ class GpuScorer(Scorer):
 
 
 class TabledPass:
-    """A pass for the attention function (``Scorer``), over rows in tables. It collects each layer's parameters, and
+    """A pass for the attention function (``Scorer``) over rows in tables. It collects each layer's parameters, and
     queries if ``keeps``, in ``layers``, and fetches and writes back what is ``away``."""
 
     def __init__(
@@ -400,5 +392,4 @@ def _rows(tables: TableLayers, blocks: Sequence[Block], caches: Sequence[Cache])
 
 
 def _strides(rows: Rows) -> list[int]:
-    """Return the bytes between heads and between tokens, of keys and of values."""
     return [stride * t.element_size() for t in rows for stride in t.stride()[1:3]]

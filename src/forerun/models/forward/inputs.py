@@ -9,23 +9,19 @@ import torch
 from transformers import Cache, PreTrainedModel, QuantizedCache
 
 DERIVED_INPUTS = frozenset({"attention_mask", "position_ids", "use_cache", "cache_position", "logits_to_keep"})
-"""Inputs that transformers derives from token ids for every generate function. It adds an empty cache, whose name
-differs between versions and models: ``past_key_values``, ``cache_params``, ``cache``."""
+"""Inputs that transformers derives from token ids. It adds an empty cache, whose name differs between versions and
+models: ``past_key_values``, ``cache_params``, ``cache``."""
 
 
 def check_inputs(ids: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
-    """Reject inputs that would change the output, because Forerun does not pass them on to the model; return the
-    attention mask ``[B, t]``.
-
-    Raises:
-        NotImplementedError: for other inputs, unusual positions, or a cache that is not empty.
-    """
+    """Return the attention mask ``[B, t]``; raise NotImplementedError for inputs that would change the output, because
+    Forerun does not pass them on: unusual positions, or a cache that is not empty."""
     caches = {name: value for name, value in given.items() if isinstance(value, Cache)}
     allowed = DERIVED_INPUTS | caches.keys()
     others = sorted(name for name, value in given.items() if name not in allowed and not _nothing(value))
     if others:
         raise NotImplementedError(
-            f"{', '.join(others)}: Forerun reads token ids and an attention_mask, and passes nothing else to the model"
+            f"{', '.join(others)}: Forerun passes only token ids and an attention_mask to the model"
         )
     for name, cache in caches.items():
         _check_cache(name, cache)

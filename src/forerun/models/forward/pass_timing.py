@@ -27,9 +27,8 @@ from forerun.policy.cost_curve import CostCurve
 PASS_SIZES = (1, 8, 16, 32, 64, 2)
 """Pass sizes in tokens, most informative first. The cost of Forerun's kernels bends at multiples of 8."""
 MIN_KINDS = 3
-"""Number of sizes that are always measured, however long that takes."""
+"""Number of sizes that are always measured, at any cost."""
 MAX_ROUNDS = 9
-"""Maximum number of passes of each kind."""
 MIN_ROUNDS, MOST_DISTURBED = 2, 5
 """Minimum rounds, and maximum rounds while larger passes seem faster than smaller ones."""
 DISTURBED = 1.05
@@ -38,15 +37,13 @@ OWN_TIME = 0.9
 """Minimum CPU share of an undisturbed thread. Measured on two cores, both models: 1.00 alone, 0.58 to 0.71 beside one
 busy process, 0.43 to 0.49 beside two."""
 SLICES_SECONDS = 0.02
-"""Time in which a busy machine shows: its scheduler takes the core away every few milliseconds. Of 30 tries beside one
-busy process, 5 to 7 seemed undisturbed in 20 or 40 ms, 6 to 10 in 10 and 11 in 5 (both models); beside two, none. A
-curve measured by such a mistake is marked as doubtful again."""
+"""Time in which a busy machine shows: its scheduler preempts every few milliseconds. Of 30 tries beside one busy
+process, 5 to 7 seemed undisturbed in 20 or 40 ms, 6 to 10 in 10 and 11 in 5 (both models); beside two, none. A curve
+measured by such a mistake is marked as doubtful again."""
 MEASURING_SECONDS = 1.0
-"""Time after which no further round starts. A round on a model of 135 M parameters lasts 0.4 s; small models finish far
-earlier."""
+"""Time after which no round starts. A round on a model of 135 M parameters lasts 0.4 s."""
 NEAR_TOKENS, FAR_TOKENS = 64, 4096
-"""Cached tokens: near for the cost curve, which so includes merging two attentions; far for the cost of cached
-tokens."""
+"""Cached tokens: near for the cost curve, with the merging of two attentions; far for the cost of cached tokens."""
 FAR_SIZES = (1, 8, 16, 2, 9)
 """Pass sizes with a far cache. If a model's keys are read slower than they are scored, eight tokens cost as much as
 one, and the ninth shows; otherwise each token does."""
@@ -62,8 +59,7 @@ def measure(
     clock: Callable[[], float] = work_seconds,
     thread_clock: Callable[[], float] = time.thread_time,
 ) -> CostCurve:
-    """Measure a model's cost curve, rounded to seldom differ between measurements. ``clock`` returns seconds,
-    ``thread_clock`` this thread's CPU seconds."""
+    """Measure a model's cost curve, rounded for stability, by clocks of seconds and of this thread's CPU seconds."""
     reach = _positions(scorer)
     near = NEAR_TOKENS if reach >= NEAR_TOKENS + max(PASS_SIZES) else 0
     kinds = [(1, size, near) for size in PASS_SIZES if size <= reach]
@@ -137,13 +133,11 @@ def _curve(seconds: dict[Kind, float], near: int) -> CostCurve:
 
 
 def _positions(scorer: Scorer) -> int:
-    """Return the number of positions to measure passes at, within the model's limit."""
     limit = position_limit(scorer.model)
     return FAR_TOKENS + max(FAR_SIZES) if limit is None else limit
 
 
 def _blank(scorer: Scorer, cached: int) -> FullCache:
-    """Make a cache that holds ``cached`` tokens of zeros."""
     cache = FullCache(cached + max(PASS_SIZES))
     _pass(scorer, [cache], 1)
     cache.blank(cached)
@@ -151,7 +145,6 @@ def _blank(scorer: Scorer, cached: int) -> FullCache:
 
 
 def _pass(scorer: Scorer, caches: Sequence[FullCache], size: int) -> None:
-    """Score a chain of ``size`` tokens after each cache, and wait for it."""
     tokens = np.random.default_rng(0).integers(0, scorer.vocabulary, size)
     blocks = [Block(tokens[:1], DraftTree.chain(tokens[1:]), cache.length) for cache in caches]
     scorer.score(blocks, caches)[0][0, 0].item()

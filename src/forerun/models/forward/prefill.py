@@ -12,7 +12,6 @@ from forerun.kv.cache import READ_BLOCK, Cache
 from forerun.models.forward.scorer import Scorer
 
 Progress = Callable[[int, int], None]
-"""Called with tokens done and to do."""
 
 
 @torch.inference_mode()
@@ -26,10 +25,8 @@ def read_prompt(
 ) -> None:
     """Prefill a cache with all tokens of a prompt that it does not hold yet and would not evict at once.
 
-    Args:
-        block_size: maximum tokens per pass.
-        on_read: called with the tokens of each pass.
-        most: tokens after which it stops, at the end of a pass; None for no limit.
+    Passes have up to ``block_size`` tokens, and ``on_read`` receives their numbers. Stop after ``most`` tokens, if
+    given, at the end of a pass.
     """
     done = 0
     while cache.length < len(text) and (most is None or done < most):

@@ -105,7 +105,6 @@ RECURRENCES: Mapping[str, Callable[..., Any]] = {
     "chunk_kimi_delta_attention": gated_delta_rule,
     "mamba2_chunk_scan": mamba2_scan,
 }
-"""Forerun's functions by transformers' names."""
 UNSUPPORTED = {"mamba_selective_scan": "Mamba-1's selective scan"}
 """Recurrences without a kernel here, by transformers' names."""
 
@@ -120,7 +119,6 @@ def _advance(shape: GatedShape, inputs: torch.Tensor, q: torch.Tensor) -> torch.
 
 
 def _split(rows: Pass, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Split ``[n, ...]`` by rows."""
     return torch.split(x.contiguous(), [len(block) for block in rows.blocks])
 
 

@@ -21,15 +21,15 @@ from forerun.kv.streaming import LayerRotation, Rotation
 from forerun.models.forward.scorer import Scorer
 
 PROBE_POSITIONS = (1, 2, 5, 19, 61)
-"""Positions whose keys are compared with those at 0; all are below any length at which models change frequencies."""
+"""Positions whose keys are compared with those at 0, below any length at which models change frequencies."""
 
 PROBE_TOKENS = 4
 
 
 @torch.inference_mode()
 def find_rotation(scorer: Scorer) -> Rotation | None:
-    """Find each layer's rotation of keys by position, or none for layers whose keys do not depend on position. None if
-    some layer's keys fit no rotation, because positions are learned (GPT-2, OPT) or encoded in an unknown way."""
+    """Find each layer's rotation of keys by position, or none for layers whose keys do not depend on position. Return
+    None if some layer's keys fit no rotation: learned positions (GPT-2, OPT), or an unknown encoding."""
     limit = getattr(scorer.model.config, "max_position_embeddings", None) or PROBE_POSITIONS[-1] + 1
     at = {position: _keys(scorer, position) for position in (0, *PROBE_POSITIONS) if position < limit}
     frequencies = _frequencies(scorer.model)

@@ -1,6 +1,6 @@
 """Measure at an engine's start whether the model's passes are correct, how exact they are, and what they cost.
 
-This takes seconds and always gives the same result, so results are kept in the process, and in a file in the user's
+Each measurement needs seconds and is reproducible, so results are kept in the process, and in a file in the user's
 cache folder, under ``fingerprint.of_results``: the model, the machine, and versions and sources of all code. Files are
 JSON and replaced atomically; an unreadable one counts as missing, and failures to write are ignored. Static lists have
 a separate file beside it.
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 COSTS_LAST_SECONDS = 7 * 86_400
 """Age at which costs are measured again: a week."""
 FASTER = 0.7
-"""A pass faster than this share of its measured time shows that something disturbed the measurement."""
+"""A pass faster than this share of its measured time shows that the measurement was disturbed."""
 KEPT_MODELS = 256
 """Files in the folder, of about a kilobyte each, and as many of 130 with static lists; the oldest are removed."""
 LISTS_SUFFIX = ".lists.npy"
@@ -58,9 +58,11 @@ def user_folder() -> Path | None:
 
 
 class StartupCache:
-    """Startup results, measured once per model and condition. ``folder`` returns the folder for results that outlive
-    the process, or None to keep none; it is called at each lookup, because a program may change its environment.
-    ``thread_clock`` returns this thread's processor seconds."""
+    """Startup results, measured once per model and condition.
+
+    ``folder`` returns the folder for results that outlive the process, or None; it is called at each lookup, because a
+    program may change its environment. ``thread_clock`` returns this thread's CPU seconds.
+    """
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class StartupCache:
         self._results: WeakKeyDictionary[nn.Module, dict[tuple[str, str], Any]] = WeakKeyDictionary()
 
     def self_test(self, scorer: Scorer, test: Callable[[], str | None]) -> str | None:
-        """Return why the scorer's logits are not the model's own, or None, by ``test``. Only None is kept."""
+        """Run ``test``: return why the scorer's logits are not the model's own, or None, which is remembered."""
         results = self._of(scorer, "self-test")
         if results.get() is not True:
             reason = test()
@@ -82,21 +84,20 @@ class StartupCache:
 
     def exactness(self, scorer: Scorer, limit: int | None, offloads: bool) -> Exactness:
         """Return ``exactness.probe``'s result; one from the folder says so in its reason."""
-        if is_sharded(scorer.model):  # their ranks have to pass together
+        if is_sharded(scorer.model):  # all ranks must pass together
             return probe(scorer, limit, offloads)
         results = self._of(scorer, f"exactness, {limit} positions{', offloads' if offloads else ''}")
         with suppress(KeyError, TypeError, ValueError):
             kept = results.get()
             found = Exactness(kept["level"], kept["reason"])
             if found.level in LEVELS and isinstance(found.reason, str | None):
-                return found if results.in_process else replace(found, reason=results.said(found.reason))
+                return found if results.in_process else replace(found, reason=results.described(found.reason))
         found = probe(scorer, limit, offloads)
         results.keep(asdict(found))
         return found
 
     def costs(self, scorer: Scorer) -> CostCurve:
-        """Return ``pass_timing.measure``'s result. A doubtful curve is kept only in the process, and measured again
-        when nothing disturbs passes."""
+        """Return ``pass_timing.measure``'s result; a doubtful curve stays in the process, and is measured again."""
         results = self._of(scorer, "costs")
         with suppress(KeyError, TypeError, ValueError):
             kept = dict(results.get())
@@ -118,7 +119,7 @@ class StartupCache:
 
     def static_lists(self, scorer: Scorer) -> RecycledRows:
         """Return static lists of earlier processes, extended once in this process by ``static_lists.extended``."""
-        if is_sharded(scorer.model):  # its ranks have to pass together
+        if is_sharded(scorer.model):  # all ranks must pass together
             return NO_ROWS
         results = self._of(scorer, "static lists")
         if not results.in_process:
@@ -164,7 +165,7 @@ class _Result:
     def beside(self, suffix: str) -> Path | None:
         return None if self._file is None else self._file.with_suffix(suffix)
 
-    def said(self, reason: str | None) -> str:
+    def described(self, reason: str | None) -> str:
         kept = f"measured earlier on this machine ({self._file})"
         return kept if reason is None else f"{reason}; {kept}"
 
@@ -214,10 +215,9 @@ class Runtime:
     By default results are kept for later engines and processes (``StartupCache``). A runtime equals only itself.
 
     Attributes:
-        clock: returns seconds, for drafters that go by time; by default without those in which passes are recorded.
-        costs: measures the passes of a model.
+        clock: returns seconds, for drafters that measure time; by default without those in which passes are recorded.
         exactness: determines whether drafts can change a model's bits; called with the scorer, its position limit, and
-            whether keys and values may lie off the device.
+            whether keys and values may be off the device.
         self_test: tests whether a scorer's logits are the model's own; called with the scorer and the test.
         waits_for_code: whether an engine compiles code for drafting and long sequences before its first request. If
             not, earlier requests run without drafts, once per machine.
@@ -236,7 +236,7 @@ _defaults = [Runtime()]
 
 
 def default_runtime() -> Runtime:
-    """Return the runtime of engines that are given none."""
+    """Return the default runtime of engines."""
     return _defaults[-1]
 
 
@@ -248,7 +248,7 @@ def without_folder(runtime: Runtime) -> Runtime:
 
 @contextmanager
 def runtime_as_default(runtime: Runtime) -> Iterator[None]:
-    """Let engines that are made meanwhile, in any thread, use this runtime."""
+    """Make this the default runtime in this context, in all threads."""
     _defaults.append(runtime)
     try:
         yield

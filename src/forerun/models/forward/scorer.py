@@ -25,7 +25,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from forerun.core.block import Block, RowScores
 from forerun.core.fairness import FairLock
-from forerun.core.pinned import brought
+from forerun.core.pinned import to_device
 from forerun.core.transfers import present
 from forerun.core.tree import DraftTree
 from forerun.kernels.attention.attention import AttentionSpec, Packings, attend_in_order
@@ -60,7 +60,6 @@ class Pass:
     blocks: Sequence[Block]
     caches: Sequence[Cache]
     kv_dtype: torch.dtype | None = None
-    """Type of cached keys and values; None for the model's."""
     packings: Packings = field(default_factory=dict)
     unnumbered: Iterator[int] = field(default_factory=lambda: count(-1, -1))
     """Numbers for layers that share one module, which says -1, in the order of their calls."""
@@ -169,8 +168,7 @@ _answers = _Answers()
 
 @contextmanager
 def use_implementations(model: PreTrainedModel, **names: str | None) -> Iterator[None]:
-    """Use other implementations of ``attn`` and ``experts``, by transformers' names, in this context and thread
-    only."""
+    """Use other implementations of ``attn`` and ``experts``, by transformers' names, in this context and thread."""
     internal = {f"_{kind}_implementation_internal": name for kind, name in names.items()}
     before = _inside.set(_Inside(frozenset(map(id, _configs(model.config))), internal))
     try:
@@ -204,8 +202,7 @@ def _configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 
 class PassResult(NamedTuple):
-    """Logits of the wanted tokens ``[m, V]``; states of all tokens, if requested; and the best token of each row of
-    logits, int64 ``[m]``, if the pass finds it itself."""
+    """Logits of wanted tokens ``[m, V]``; states of all tokens, if requested; best tokens ``[m]``, if computed."""
 
     logits: torch.Tensor
     states: torch.Tensor | None
@@ -213,11 +210,7 @@ class PassResult(NamedTuple):
 
 
 class Scorer:
-    """A model that ``forerun.models.forward.gate`` admits, scoring blocks of tokens; the caches come with each call.
-
-    Args:
-        kv_dtype: type of cached keys and values, from ``gate.kv_type``; None for the model's.
-    """
+    """A model that ``gate`` admits, scoring blocks of tokens over caches that come with each call."""
 
     def __init__(self, model: PreTrainedModel, kv_dtype: torch.dtype | None = None) -> None:
         self.model, self.kv_dtype = model, kv_dtype
@@ -228,19 +221,18 @@ class Scorer:
         self.limit = learned_positions(model)
         """Number of learned positions, None for no limit."""
         self.recurrent = is_recurrent(model)
-        """Whether some layers keep a state instead of keys and values."""
         self._keeps_logits = model._supports_logits_to_keep()
         self.prompt_chunk: int | None = None
-        """Tokens of a prompt's chunk that has a separate, faster order of sums. Prompts are then cut into chunks of
+        """Tokens of a prompt chunk that has a separate, faster order of sums. Prompts are then cut into chunks of
         exactly this size, except for the last. None if all passes sum in one order."""
         self.queries_from: int | None = None
-        """Full caches of sequences that may reach this length keep queries; None for no cache."""
+        """Length up to which full caches keep no queries; None if they never do."""
 
     def refresh(self) -> int:
-        """Check whether the model has changed; if so, later passes use it as it is now. Returns a number that changes
+        """Check whether the model has changed, so that later passes use it as it is now; return a number that changes
         with what passes compute.
 
-        Call it when a request begins, and before keys and values are shared or kept. Passes do not check: the model
+        Call it when a request begins, and before keys and values are shared or stored. Passes do not check: the model
         must not be changed while a request runs.
         """
         with self._lock:
@@ -259,7 +251,6 @@ class Scorer:
             self._read_model()
 
     def _read_model(self) -> None:
-        """Reread the modules and weights' addresses that passes keep."""
         self._inputs = self.model.get_input_embeddings()
         self._watch = WeightWatch(self.model)
 
@@ -270,9 +261,11 @@ class Scorer:
 
     def keep_queries(self, beyond: int) -> None:
         """Let full caches keep queries from now on, for sparse caches that select by them beyond ``beyond`` tokens.
+
         Keeping all queries of a prompt, rather than up to ``SAMPLED_QUERIES`` per chunk, added 5 % to prefill. A
         sequence with room to grow longer keeps them from its start: those of a few generated tokens are too few to
-        select by."""
+        select by.
+        """
         self.queries_from = beyond if self.queries_from is None else min(beyond, self.queries_from)
 
     def keeps_queries(self, block: Block, cache: Cache) -> bool:
@@ -297,8 +290,7 @@ class Scorer:
         return bool(getattr(self.model.config.get_text_config(decoder=True), "sliding_window", None))
 
     def reads_whole(self, cache: Cache) -> bool:
-        """Return whether a prompt is prefilled into this cache in one pass, layer by layer, so that offloaded layers
-        are written once."""
+        """Return whether a prompt is prefilled in one pass, so that offloaded layers are written once."""
         return False
 
     @property
@@ -308,8 +300,7 @@ class Scorer:
         return False
 
     def warm_up(self, states_of: tuple[int, ...] = ()) -> None:
-        """Prepare what passes need once, so that no request waits for it. ``states_of``: layers whose states passes
-        will return."""
+        """Prepare what passes need once; ``states_of``: layers whose states passes return."""
 
     @property
     def device(self) -> torch.device:
@@ -317,7 +308,6 @@ class Scorer:
         return self._inputs.weight.device  # type: ignore[no-any-return]
 
     def adopt(self, cache: AnyCache) -> AnyCache:
-        """Prepare a new cache for passes."""
         if cache.full is not None:
             cache.full.stateful = self.recurrent
         return cache
@@ -333,7 +323,7 @@ class Scorer:
         return work()
 
     def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
-        """Run ``score_rows``, and return only the logits."""
+        """Return only the logits of ``score_rows``."""
         return [row.logits for row in self.score_rows(blocks, caches)]
 
     def score_rows(
@@ -341,9 +331,8 @@ class Scorer:
     ) -> list[RowScores]:
         """Run one forward pass over all rows. Each row's cache holds its block as a speculative tail until ``commit``.
 
-        Args:
-            states_of: layers whose hidden states are returned, as indices of transformers' ``hidden_states``: 0 for the
-                embeddings, i for the output of layer i; the last one is after the final norm.
+        ``states_of``: layers whose hidden states are returned, as indices of transformers' ``hidden_states``: 0 for the
+        embeddings, i for the output of layer i; the last one is after the final norm.
         """
         logits, states, best = self._pass(blocks, caches, tuple(states_of))
         if len(blocks) == 1:
@@ -358,16 +347,16 @@ class Scorer:
         positions = np.concatenate(
             [cache.position + block.offsets for block, cache in zip(blocks, caches, strict=True)]
         )
-        places = brought(torch.from_numpy(positions), self.device)
+        places = to_device(torch.from_numpy(positions), self.device)
         return self._forward(
-            brought(ids, self.device), places, Pass(blocks, caches, self.kv_dtype), self._wanted(blocks), layers
+            to_device(ids, self.device), places, Pass(blocks, caches, self.kv_dtype), self._wanted(blocks), layers
         )
 
     def _wanted(self, blocks: Sequence[Block]) -> int | torch.Tensor:
         """Return the tokens that need logits: 0 for all, or their indices in the packed sequence."""
         if all(len(block.pending) == 1 for block in blocks):
             return 0
-        return brought(torch.from_numpy(wanted_tokens(blocks)), self.device)
+        return to_device(torch.from_numpy(wanted_tokens(blocks)), self.device)
 
     def _forward(
         self,
@@ -377,8 +366,8 @@ class Scorer:
         wanted: int | torch.Tensor,
         layers: tuple[int, ...] = (),
     ) -> PassResult:
-        """Compute logits ``[m, V]`` of the packed ids ``[n]``, of all if ``wanted`` is 0, else of those at its indices;
-        and the states of all ids, if there are layers."""
+        """Compute logits ``[m, V]`` of ids ``[n]``, of all if ``wanted`` is 0; and the states of all ids, if there are
+        layers."""
         arguments: dict[str, Any] = {"logits_to_keep": wanted} if self._keeps_logits else {}
         if layers:
             arguments["output_hidden_states"] = list(layers)
@@ -406,7 +395,7 @@ def tested(scorer: Scorer, test: Callable[[], str | None]) -> str | None:
 
 
 def running_pass() -> AttentionPass:
-    """Return this thread's running pass. Raises ``RuntimeError`` if there is none."""
+    """Return this thread's running pass; raise ``RuntimeError`` if there is none."""
     rows = running.get()
     if rows is None:
         raise RuntimeError("the 'forerun' attention works only inside a Forerun pass")
@@ -438,7 +427,7 @@ def group_of(model: PreTrainedModel) -> dist.ProcessGroup:
 
 
 def gather_logits(model: PreTrainedModel, logits: torch.Tensor) -> torch.Tensor:
-    """Gather logits ``[..., V]`` over the whole vocabulary, if each process has only its tokens'."""
+    """Gather logits ``[..., V]`` over the full vocabulary, if each process has only its tokens'."""
     if isinstance(logits, DTensor):
         return logits.full_tensor()
     size = getattr(model.get_output_embeddings(), "out_features", logits.shape[-1])

@@ -74,7 +74,7 @@ def content(rows: RecycledRows) -> bytes:
 
 
 def read(file: Path, vocabulary: int) -> RecycledRows:
-    """Read what ``content`` wrote; no lists if the file is missing or damaged."""
+    """Read what ``content`` wrote; return no lists if the file is missing or damaged."""
     try:
         table = np.load(file, allow_pickle=False)
     except (OSError, ValueError, EOFError):

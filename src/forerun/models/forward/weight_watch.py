@@ -21,14 +21,13 @@ from transformers import PreTrainedModel
 from forerun.kernels.runtime.memory_samples import address_table, checksum
 
 SOURCES = ("transformers.", "torch.nn.modules.", "forerun.models.loading.stored_weights")
-"""Packages of known modules. Others may have private settings, such as which adapter is in use."""
+"""Packages of supported modules. Others may have private settings, such as which adapter is in use."""
 CAPTURING = "transformers.utils.output_capturing"
-"""Hooks of this module only take notes, and only while transformers records hidden states."""
+"""Hooks of this module only record, and only while transformers records hidden states."""
 ALL_MODULES_HOOKS: tuple[dict[int, Any], ...] = (
     torch_module._global_forward_pre_hooks,
     torch_module._global_forward_hooks,
 )
-"""torch's hooks for every module of every model."""
 
 
 def added_code(module: nn.Module) -> list[Any]:
@@ -65,18 +64,17 @@ def _is_plain(value: Any) -> bool:
 
 
 class Change(Enum):
-    """How a model has changed. After ``WEIGHTS`` parameters have other values in the same places, where programs read
-    them; after ``MODEL`` anything else has changed: modules, code, settings, buffers, the type or the places of
-    weights."""
+    """``WEIGHTS``: parameters have other values in the same places, where programs read them. ``MODEL``: any other
+    change."""
 
     WEIGHTS = 1
     MODEL = 2
 
 
 class WeightWatch:
-    """A record of a model at construction, to detect changes. It keeps dictionaries of attributes, modules, weights,
-    buffers and hooks, because collecting them again costs more than a small model's pass. Weights are not kept alive.
-    """
+    """A record of a model at construction, to detect changes. It keeps dictionaries of attributes, modules,
+    weights, buffers and hooks, because collecting them again costs more than a small model's pass. Weights are not
+    kept alive."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self._config = model, copy.deepcopy(vars(model.config))
@@ -94,8 +92,7 @@ class WeightWatch:
         self._buffers = _Memory([*(module._buffers for module in modules), *filter(None, loose)], False)
 
     def look(self) -> Change | None:
-        """Return what has changed since the last call or construction, or None. After ``Change.MODEL`` a new watch is
-        needed: this one keeps dictionaries of modules that may be gone."""
+        """Return what has changed since the last call, or None. After ``Change.MODEL``, use a new watch."""
         same = (
             self._modules == self._children()
             and self._code == self._added_code()
@@ -117,7 +114,6 @@ class WeightWatch:
         return [hook for hooks in self._hooks if hooks for hook in _added(hooks)]
 
     def _same_settings(self) -> bool:
-        """Return whether all attributes are the same: objects by identity, plain values by value."""
         for number, (members, before) in enumerate(self._members):
             if not _equal(members, before):
                 if _contents(members) != _contents(before):
@@ -168,7 +164,7 @@ def _is_setting(name: str, value: Any) -> bool:
 def _equal(members: dict[str, Any], before: dict[str, Any]) -> bool:
     try:
         return members == before
-    except Exception:  # tensors and arrays that are not the same have no single answer
+    except Exception:  # tensors and arrays that differ have no single answer
         return False
 
 

@@ -21,7 +21,7 @@ class BlockHead(Head):
             return torch.cat([self.at_level(growth, growth.add(above), above, new) for growth, above, new in each])
 
     def at_level(self, growth: Growth, level: int, parents: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
-        """Compute logits after a tree's new nodes, ``[n, D]``, which are those of a level."""
+        """Compute logits after new nodes of a level, ``[n, D]``."""
         rows = growth.hidden
         row = rows[level] if level < len(rows) else torch.zeros_like(rows[0])
         return row.expand(len(parents), -1)

@@ -35,18 +35,15 @@ from forerun.models.heads.shortlist import OutputMatrix, drafting
 from forerun.models.heads.vocabulary import input_embeddings, known_tokens, own_matrix
 
 MASKED_BLOCK_TOKENS = 16
-"""Default block size, in tokens."""
 DFLASH_ENTRIES = frozenset(
     {"aux_hidden_state_layer_ids", "block_size", "causal", "dflash_config", "final_logit_softcapping",
      "input_embedding_scale", "is_causal", "mask_token_id", "output_multiplier", "sample_from_anchor",
      "sliding_window_non_causal", "target_layer_ids"}
 )  # fmt: skip
-"""Configuration entries that heads of this family read."""
 
 
 class DFlashHead(BlockHead):
-    """A DFlash head in a folder with ``config.json`` and safetensors files. Raises ``ValueError`` saying which part is
-    not such a head's."""
+    """A DFlash head in a folder with ``config.json`` and safetensors files; raises ValueError for what does not fit."""
 
     kind = "DFlash"
     architectures = frozenset({"DFlashDraftModel", "DFlashSpeculator"})
@@ -55,7 +52,6 @@ class DFlashHead(BlockHead):
     looked_up: frozenset[str] = frozenset()
     """Matrices that are only looked up, never multiplied with."""
     takes_shortlists = True
-    """Whether it can compute logits over a shortlist."""
     from_anchor = False
     """Default of whether the block's first row predicts the next token."""
     non_causal_windows = False
@@ -123,7 +119,7 @@ class DFlashHead(BlockHead):
         mask = self._value("mask_token_id")
         if not isinstance(mask, int) or not 0 <= mask < target.vocabulary:
             raise ValueError(f"mask_token_id is {mask!r} in {self.folder}; it must be a token of the target")
-        self._mask, self._known = mask, int(self.config.get("draft_vocab_size") or target.vocabulary)
+        self._mask, self._draft_vocabulary = mask, int(self.config.get("draft_vocab_size") or target.vocabulary)
         self.token_bytes = 2 * self._count * self._kv_heads * self._dim * target.model.dtype.itemsize
         self._load(HeadFile(self.folder, self.kind), target)
 
@@ -136,9 +132,9 @@ class DFlashHead(BlockHead):
         theirs, ins, outs = (target.vocabulary, size), model.get_input_embeddings(), model.get_output_embeddings()
         if (own := own_matrix(file, "embed_tokens.weight", theirs, theirs, ins)) is not None:
             self._weights["embed_tokens.weight"] = placed(target, own)
-        own = own_matrix(file, "lm_head.weight", (self._known, size), theirs, outs)
+        own = own_matrix(file, "lm_head.weight", (self._draft_vocabulary, size), theirs, outs)
         self.matrix = OutputMatrix.of_target(target) if own is None else OutputMatrix.of(weight_beside(target, own))
-        tokens = known_tokens(file, self._known, target.vocabulary, self.folder)
+        tokens = known_tokens(file, self._draft_vocabulary, target.vocabulary, self.folder)
         self.tokens = tokens if tokens is None else tokens.to(target.device)
         self.output = self.matrix if self.tokens is None and self.takes_shortlists else None
         fields = {name: value for name, value in self._layer.items() if name in ROTARY_FIELDS}
@@ -174,7 +170,6 @@ class DFlashHead(BlockHead):
                 sequence.pending.clear()
 
     def _read(self, sequence: HeadSequence, states: torch.Tensor, first: int) -> None:
-        """Store each layer's keys and values of the target's states ``[n, layers * hidden]``."""
         w, places = self._weights, torch.arange(first, first + len(states), device=states.device)
         features = rms_norm(
             linear(states.to(w["norm.weight"].dtype), w["fc.weight"]), w["hidden_norm.weight"], self._eps
@@ -185,7 +180,6 @@ class DFlashHead(BlockHead):
             sequence.lengths[layer] += len(states)
 
     def _keys(self, layer: int, x: torch.Tensor, angles: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Project rows ``[n, hidden]`` to keys and values ``[1, Hkv, n, d]``."""
         keys = rms_norm(self._part(layer, "k", x), self._weights[f"layers.{layer}.self_attn.k_norm.weight"], self._eps)
         return rotated(keys, *angles), self._part(layer, "v", x)
 
@@ -245,8 +239,8 @@ class DFlashHead(BlockHead):
         parts, spec = [torch.split(each, self._block, 2) for each in (q, keys, values)], AttentionSpec(self._dim**-0.5)
         outs = []
         for sequence, own, k, v in zip(sequences, *parts, strict=True):
-            whole = sequence.store(layer, k, v, sequence.lengths[layer])
-            outs.append(attend(own, whole[0], whole[1], spec, self._bias(layer, sequence.lengths[layer], own)).out)
+            rows = sequence.store(layer, k, v, sequence.lengths[layer])
+            outs.append(attend(own, rows[0], rows[1], spec, self._bias(layer, sequence.lengths[layer], own)).out)
         out = torch.cat(outs, 2).transpose(1, 2).reshape(len(x), -1)
         name = f"layers.{layer}.self_attn.o_proj."
         return linear(out, self._weights[f"{name}weight"], self._weights.get(f"{name}bias"))
@@ -256,10 +250,10 @@ class DFlashHead(BlockHead):
         window, causal = self._windows[layer], self._causal[layer]
         if window is None and not causal:
             return None
-        behind = torch.arange(held, held + self._block)[:, None] - torch.arange(held + self._block)[None]
-        seen = behind >= 0 if causal else torch.ones_like(behind, dtype=torch.bool)
+        distance = torch.arange(held, held + self._block)[:, None] - torch.arange(held + self._block)[None]
+        seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
         if window is not None:
-            seen &= behind.abs() < window
+            seen &= distance.abs() < window
         return torch.zeros(seen.shape, dtype=like.dtype).masked_fill_(~seen, -torch.inf).to(like.device)
 
 

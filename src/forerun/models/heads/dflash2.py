@@ -31,8 +31,8 @@ CODEBOOKS = ("predecessor_codebook", "successor_codebook")
 
 
 class SelectorGrowth(Growth):
-    """A growing tree with each level's candidates: their logits in ``hidden`` and their tokens, ``[levels, k]``; and
-    the projection of each level's hidden state, ``[levels, rank]``."""
+    """A growing tree with each level's candidates and their logits, ``[levels, k]``, and projected states, ``[levels,
+    rank]``."""
 
     def __init__(
         self, sequence: HeadSequence, hidden: torch.Tensor, candidates: torch.Tensor, projected: torch.Tensor
@@ -71,7 +71,7 @@ class DFlash2Head(DFlashHead):
         super().bind(target)
         if self.tokens is not None or self._top > target.vocabulary:
             raise ValueError(
-                f"the DFlash2 head in {self.folder} has {self._known} tokens and selects among {self._top}; "
+                f"the DFlash2 head in {self.folder} has {self._draft_vocabulary} tokens and selects among {self._top}; "
                 f"it must have all of the target's {target.vocabulary}"
             )
 
@@ -101,8 +101,7 @@ class DFlash2Head(DFlashHead):
         return x + self._leave(f"{at}mlp_conv.", self._mlp(layer, y), deltas)
 
     def _enter(self, at: str, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Convolve a sublayer's input ``[n, hidden]``. Also returns kernels computed from it,
-        ``[n, 2, taps, groups]``."""
+        """Convolve a sublayer's input ``[n, hidden]``; also return its kernels, ``[n, 2, taps, groups]``."""
         deltas = linear(x, self._weights[f"{at}kernel_projection.weight"]).view(len(x), 2, self._taps, -1)
         return self._convolve(x, self._weights[f"{at}base_kernel"][0], deltas[:, 0]), deltas
 
@@ -110,7 +109,7 @@ class DFlash2Head(DFlashHead):
         return self._convolve(x, self._weights[f"{at}base_kernel"][1], deltas[:, 1])
 
     def _convolve(self, x: torch.Tensor, base: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-        """Convolve rows ``[n, hidden]`` of whole blocks with kernel ``[taps, hidden]`` plus each row's."""
+        """Convolve rows ``[n, hidden]`` of complete blocks with kernel ``[taps, hidden]`` plus each row's."""
         kernels = base + delta.repeat_interleave(self._group, -1)
         blocks = x.view(-1, self._block, self._size)
         shifted = [pad(blocks, (0, 0, tap, 0))[:, : self._block].flatten(0, 1) for tap in range(self._taps)]
@@ -132,7 +131,7 @@ class DFlash2Head(DFlashHead):
         return self._scores(growth, level, tokens)
 
     def _scores(self, growth: SelectorGrowth, level: int, before: Sequence[int]) -> torch.Tensor:
-        """Compute scores at a level after these tokens, ``[n, V]``; minus infinity except at candidates."""
+        """Return scores at a level after these tokens, ``[n, V]``; minus infinity except at candidates."""
         w, n = self._weights, len(before)
         if level >= len(growth.hidden):
             return growth.hidden.new_zeros(n, self._target.vocabulary)

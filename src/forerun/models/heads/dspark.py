@@ -29,9 +29,8 @@ CONFIDENCE_ENTRIES = ("enable_confidence_head", "confidence_head_with_markov")
 
 
 class MarkovGrowth(Growth):
-    """A growing tree. Its ``hidden`` are logits without the Markov head, ``[levels, D]``, ``rows`` hidden states,
-    ``[levels, hidden]``, and ``memory`` the recurrent state at each node, ``[n, rank]``, with the sequence's end in row
-    0."""
+    """A growing tree. ``hidden``: logits without the Markov head, ``[levels, D]``; ``rows``: hidden states, ``[levels,
+    hidden]``; ``memory``: the recurrent state at each node, ``[n, rank]``, the sequence's end in row 0."""
 
     def __init__(self, sequence: HeadSequence, hidden: torch.Tensor, rows: torch.Tensor, rank: int) -> None:
         super().__init__(sequence, hidden)
@@ -63,7 +62,10 @@ class DSparkHead(DFlashHead):
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         size, rank, at = self._size, self._rank, "markov_head."
         names = super()._shapes()
-        names |= {f"{at}markov_w1.weight": (self._vocabulary, rank), f"{at}markov_w2.weight": (self._known, rank)}
+        names |= {
+            f"{at}markov_w1.weight": (self._vocabulary, rank),
+            f"{at}markov_w2.weight": (self._draft_vocabulary, rank),
+        }
         made = {"gated": ("gate_proj", rank, size + rank), "rnn": ("joint_proj", 3 * rank, size + 2 * rank)}
         if self._markov in made:
             name, out, wide = made[self._markov]

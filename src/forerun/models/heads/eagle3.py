@@ -39,7 +39,6 @@ EAGLE_ENTRIES = frozenset(
     {"eagle_aux_hidden_state_layer_ids", "eagle_config", "fc_norm", "norm_before_fc", "norm_before_residual",
      "norm_output"}
 )  # fmt: skip
-"""Configuration entries that heads of this family read."""
 EAGLE_SINGLE_VALUED: Mapping[str, Any] = {
     "is_causal": True, "next_layer_regular": True, "parallel_draft_heads_num_layers": 1, "parallel_draft_step": 1,
     "parallel_drafting": False, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
@@ -51,8 +50,7 @@ NO_PRODUCTS = frozenset({"embed", "fc_norm"})
 
 
 class Eagle3Layers(Head):
-    """The decoder layers of EAGLE-3 and P-EAGLE, from a folder with ``config.json`` and safetensors files. Raises
-    ``ValueError`` saying which part is not such a head's."""
+    """The decoder layers of EAGLE-3 and P-EAGLE, from a folder; raises ValueError for what does not fit."""
 
     kind = "EAGLE-3"
     read_entries = EAGLE_ENTRIES
@@ -74,11 +72,11 @@ class Eagle3Layers(Head):
         self._size, self._heads = size, heads
         self._kv_heads = int(self._layer.get("num_key_value_heads") or heads)
         self._dim = int(self._layer.get("head_dim") or size // heads)
-        self._known = self.config.get("draft_vocab_size") or self._vocabulary
+        self._draft_vocabulary = self.config.get("draft_vocab_size") or self._vocabulary
         self._eps = float(self._layer.get("rms_norm_eps", 1e-6))
         self._norm_first = bool(self.config.get("norm_before_residual", False))
-        said = {**self.config, **more} if isinstance(more, dict) else self.config
-        self._norms = {name: bool(said.get(name)) for name in ("norm_before_fc", "fc_norm")}
+        settings = {**self.config, **more} if isinstance(more, dict) else self.config
+        self._norms = {name: bool(settings.get(name)) for name in ("norm_before_fc", "fc_norm")}
         if all(self._norms.values()):
             raise ValueError(f"norm_before_fc and fc_norm are both True in {self.folder / 'config.json'}")
         self._act = ACT2FN[self._layer.get("hidden_act", "silu")]
@@ -117,8 +115,12 @@ class Eagle3Layers(Head):
         model, theirs = target.model, (self._vocabulary, wide)
         ins, outs = model.get_input_embeddings(), model.get_output_embeddings()
         w["embed"] = own_matrix(file, "embed_tokens.weight", (self._vocabulary, size), theirs, ins)
-        tied = self.config.get("tie_word_embeddings") and file.find("lm_head.weight", self._known, size) is None
-        w["head"] = w["embed"] if tied else own_matrix(file, "lm_head.weight", (self._known, size), theirs, outs)
+        tied = (
+            self.config.get("tie_word_embeddings") and file.find("lm_head.weight", self._draft_vocabulary, size) is None
+        )
+        w["head"] = (
+            w["embed"] if tied else own_matrix(file, "lm_head.weight", (self._draft_vocabulary, size), theirs, outs)
+        )
         own = None if (head := w.pop("head")) is None else weight_beside(target, head)
         self._weights, *self._layer_weights = (
             {
@@ -128,7 +130,7 @@ class Eagle3Layers(Head):
             }
             for part in (w, *(self._take_layer(file, layer) for layer in range(self.count)))
         )
-        tokens = known_tokens(file, self._known, self._vocabulary, self.folder)
+        tokens = known_tokens(file, self._draft_vocabulary, self._vocabulary, self.folder)
         self.tokens = tokens if tokens is None else tokens.to(target.device)
         self.matrix = OutputMatrix.of_target(target) if own is None else OutputMatrix.of(own)
         self.output = self.matrix if self.tokens is None else None
@@ -136,7 +138,6 @@ class Eagle3Layers(Head):
         self._rotary = LlamaRotaryEmbedding(LlamaConfig(**fields, head_dim=self._dim)).to(target.device)
 
     def _take_layer(self, file: HeadFile, layer: int) -> dict[str, torch.Tensor | None]:
-        """Read a layer's weights; only the first one has embeddings as input."""
         size, at, w = self._size, f"layers.{layer}.", dict[str, torch.Tensor | None]()
         for name in ("input_layernorm", "post_attention_layernorm", *(("hidden_norm",) if layer == 0 else ())):
             w[name] = file.take(f"{at}{name}.weight", size)

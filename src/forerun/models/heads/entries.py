@@ -1,4 +1,4 @@
-"""Read and check a head's ``config.json``: an entry that could change what it computes is supported, or is refused.
+"""Read and check a head's ``config.json``: an entry that could change the computation must be supported.
 
 With an ignored entry, a head would load and draft badly, and only the speed would tell; and public formats gain entries
 quickly. So each kind of head names the entries that it reads, and those that it supports with one value only; all
@@ -41,7 +41,6 @@ LAYER_ENTRIES = frozenset(
     tie_word_embeddings transformer_layer_config use_sliding_window vocab_size
     """.split()  # noqa: SIM905  # as a list they would fill a page
 )
-"""Entries that every head of decoder layers reads."""
 SINGLE_VALUED: Mapping[str, Any] = {
     "bias": False, "is_neox_style": True, "logit_scale": 1.0, "mlp_bias": False, "partial_rotary_factor": 1.0,
     "qkv_bias": False, "rope_interleave": False, "rope_is_neox_style": True, "use_aux_hidden_state": True,
@@ -51,7 +50,6 @@ SINGLE_VALUED: Mapping[str, Any] = {
 ROTARY_FIELDS = (
     "hidden_size", "num_attention_heads", "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters",
 )  # fmt: skip
-"""Configuration entries that determine rotary positions."""
 ROTARY_ENTRIES = frozenset(
     """
     attention_factor beta_fast beta_slow factor high_freq_factor long_factor low_freq_factor mrope_interleaved
@@ -62,18 +60,18 @@ ROTARY_ENTRIES = frozenset(
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """Read a folder's ``config.json``. Raises ``ValueError`` if that fails."""
+    """Read a folder's ``config.json``; raise ValueError if that fails."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{folder} holds no head: its config.json cannot be read: {error}") from error
+        raise ValueError(f"{folder} has no head: its config.json cannot be read: {error}") from error
     if not isinstance(config, dict):
-        raise ValueError(f"{folder} holds no head: its config.json is not an object")
+        raise ValueError(f"{folder} has no head: its config.json is not an object")
     return config
 
 
 def count_in(config: Mapping[str, Any], name: str, folder: Path) -> int:
-    """Return a positive integer of a configuration. Raises ``ValueError`` if it is missing or something else."""
+    """Return a positive integer of a configuration; raise ValueError if it is missing or something else."""
     value = config.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} is {value!r} in {folder / 'config.json'}; it must be an integer of at least 1")
@@ -83,12 +81,8 @@ def count_in(config: Mapping[str, Any], name: str, folder: Path) -> int:
 def check_entries(
     config: Mapping[str, Any], read: Collection[str], single_valued: Mapping[str, Any], kind: str, folder: Path
 ) -> None:
-    """Refuse a head's configuration, or a part of it, with an unsupported entry; None counts as absent. ``read`` and
-    ``single_valued`` name the entries that the head reads, or supports with one value only, beyond those of every head.
-
-    Raises:
-        ValueError: naming the entry.
-    """
+    """Raise ValueError for an unsupported entry in a head's configuration; None counts as absent. ``read`` and
+    ``single_valued`` name entries that this head supports beyond those of every head."""
     only, file = {**SINGLE_VALUED, **single_valued}, folder / "config.json"
     for name, value in config.items():
         if value is None or name in read:
@@ -97,7 +91,7 @@ def check_entries(
             if value != only[name]:
                 raise ValueError(f"{name} is {value!r} in {file}; for {kind}, only {only[name]!r} is supported")
         elif name not in LAYER_ENTRIES | IDLE_ENTRIES:
-            raise ValueError(f"{name} is {value!r} in {file}, which is no known entry for {kind}")
+            raise ValueError(f"{name} is {value!r} in {file}, which is not supported for {kind}")
     for name in ("rope_parameters", "rope_scaling"):
         for inner, value in (config.get(name) or {}).items():
             if inner not in ROTARY_ENTRIES and not (inner == "partial_rotary_factor" and value == 1):
@@ -105,8 +99,7 @@ def check_entries(
 
 
 def windows(config: Mapping[str, Any], count: int, folder: Path) -> list[int | None]:
-    """Return each layer's window in tokens, counting the query's; None for full attention. Raises ``ValueError`` for
-    another kind of layer, or a window that is not stated."""
+    """Return each layer's window, with the query's token; None for full attention. Raise ValueError if unclear."""
     kinds, file = config.get("layer_types"), folder / "config.json"
     if kinds is None and config.get("use_sliding_window"):
         raise ValueError(f"use_sliding_window is True in {file}, which has no layer_types to say where")
@@ -123,8 +116,7 @@ def windows(config: Mapping[str, Any], count: int, folder: Path) -> list[int | N
 
 
 def check_layers(layers: Sequence[Any], count: int, name: str, folder: Path) -> tuple[int, ...]:
-    """Return the target's layers that a head reads, as ``Scorer.score_rows`` takes them. Raises ``ValueError``
-    for one that a target of ``count`` layers lacks."""
+    """Return the target's layers that a head reads; raise ValueError for one that ``count`` layers lack."""
     if not layers or not all(isinstance(layer, int) and 0 <= layer <= count for layer in layers):
         raise ValueError(f"{name} is {list(layers)!r} in {folder / 'config.json'}, and the target has {count} layers")
     return tuple(layers)

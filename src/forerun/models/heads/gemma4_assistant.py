@@ -2,7 +2,6 @@
 
 The input is the target's embedding of the last token, and its last hidden state at the token before. Each layer attends
 to the cache of the target's last layer of its kind, ``full_attention`` or ``sliding_attention``; nothing is copied.
-
 After a drafted token, the assistant's output replaces the target's state. The position stays that of the sequence's
 last token, and drafted tokens have no keys. So a node depends only on its parent's output and its token, and no node
 attends to another.
@@ -38,12 +37,10 @@ MODEL_TYPES = frozenset({"gemma4_assistant", "gemma4_unified_assistant"})
 SLIDING = "sliding_attention"
 NORMS = "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 UNSCALED = AttentionSpec(1.0)
-"""Gemma 4 normalises queries and keys, and scales no scores."""
 
 
 class Gemma4AssistantHead(Head):
-    """An assistant in a folder with ``config.json`` and safetensors files, as transformers saves them. Raises
-    ``ValueError`` saying which part is not an assistant's."""
+    """An assistant in a folder as transformers saves them; raises ValueError for what does not fit."""
 
     token_bytes = 0
 
@@ -66,7 +63,7 @@ class Gemma4AssistantHead(Head):
         if self._centroids and (tokens % self._centroids or not 0 < self._likely <= self._centroids):
             raise ValueError(
                 f"num_centroids is {self._centroids} and centroid_intermediate_top_k {self._likely} in {self.folder}; "
-                f"the first must divide the vocabulary of {tokens} tokens, the second lie between 1 and the first"
+                f"the first must divide the vocabulary of {tokens} tokens, the second be between 1 and the first"
             )
 
     def bind(self, target: Scorer) -> None:
@@ -85,8 +82,7 @@ class Gemma4AssistantHead(Head):
             )
 
     def _source(self, kind: str, theirs: Any, target: Scorer) -> int:
-        """Return the target's last layer of a kind that stores keys and values. Raises ``ValueError`` if there is none,
-        or they do not fit the assistant's queries."""
+        """Return the target's last layer of a kind that stores keys and values; raise ValueError if none fits."""
         count = int(theirs.num_hidden_layers) - int(getattr(theirs, "num_kv_shared_layers", None) or 0)
         kinds = list(getattr(theirs, "layer_types", None) or ())[:count]
         if kind not in kinds:
@@ -120,7 +116,6 @@ class Gemma4AssistantHead(Head):
         self._rotary = Gemma4TextRotaryEmbedding(self._own).to(target.device)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return each weight's shape, by name without ``model.``."""
         own, wide = self._own, int(self._config.backbone_hidden_size)
         size, inner = int(own.hidden_size), int(own.intermediate_size)
         shapes: dict[str, tuple[int, ...]] = {
@@ -144,7 +139,7 @@ class Gemma4AssistantHead(Head):
     def open(self, cache: Cache) -> HeadSequence:
         if cache.full is None:
             raise ValueError(
-                f"a Gemma 4 assistant reads all of the target's keys; a {type(cache).__name__} does not hold them"
+                f"a Gemma 4 assistant reads all of the target's keys, and a {type(cache).__name__} lacks some"
             )
         return HeadSequence(0, cache)
 
@@ -179,8 +174,8 @@ class Gemma4AssistantHead(Head):
         return {kind: cache.read(source, first.get(kind, 0), end) for kind, source in self._sources.items()}
 
     def _score(self, rounds: Sequence[_Round], tokens: Sequence[Sequence[int]], states: torch.Tensor) -> torch.Tensor:
-        """Compute nodes of several trees from the states before them, ``[n, backbone hidden]``, and add their outputs
-        to the trees. Returns logits after each node, ``[n, V]``."""
+        """Add nodes to trees from the states before them, ``[n, backbone hidden]``; return logits after each, ``[n,
+        V]``."""
         w, counts, device = self._weights, [len(own) for own in tokens], self._target.device
         ids = torch.tensor([token for own in tokens for token in own], device=device)
         ends = [each.sequence.next for each, count in zip(rounds, counts, strict=True) for _ in range(count)]
@@ -232,8 +227,6 @@ class Gemma4AssistantHead(Head):
 
 
 class _Round(Growth):
-    """A tree whose nodes all attend to ``keys``, by kind of layer."""
-
     def __init__(self, sequence: HeadSequence, keys: Mapping[str, Rows]) -> None:
         assert sequence.hidden is not None
         super().__init__(sequence, sequence.hidden[:0])

@@ -19,13 +19,12 @@ from forerun.models.forward.scorer import Scorer, is_sharded
 from forerun.models.heads.shortlist import OutputMatrix, Shortlist
 
 READ_ENTRIES = 64
-"""Minimum number of entries processed at once. Fewer wait until a draft is needed, which may be never."""
+"""Minimum entries processed at once. Fewer wait until a draft is needed, which may be never."""
 CONTEXT_ENTRIES = 16
-"""Entries after which a head that saw nothing before can be judged: to read more costs more. Tokens per step of an
-EAGLE-3 head that attends to its last entries alone (bundled target; greedy, temperature 0.8): 4 entries 1.95, 1.74; 16
-2.24, 1.90; 32 2.29, 1.93; 64 2.34, 1.96; all 2.44, 2.00."""
+"""Entries after which a head that saw nothing before can be judged: more would cost more. Tokens per step of an EAGLE-3
+head that attends to its last entries alone (bundled target; greedy, temperature 0.8): 4 entries 1.95, 1.74; 16 2.24,
+1.90; 32 2.29, 1.93; 64 2.34, 1.96; all 2.44, 2.00."""
 GROWTH_TOKENS = 256
-"""Minimum tokens by which a sequence's memory grows."""
 
 
 class HeadSequence:
@@ -37,7 +36,6 @@ class HeadSequence:
         next: index of the next token whose states the head has not seen; None before it has seen any.
         pending: unprocessed states, with the tokens that follow each.
         rows: keys and values of each of the head's layers; ``lengths``: how many are committed.
-        last: the token at ``next``.
         shortlist: the tokens that can be drafted; None for all of the head's.
         listed: number of tokens, from the first on, that were added to the shortlist.
     """
@@ -67,14 +65,13 @@ class HeadSequence:
         return sum(len(tokens) for _, tokens in self.pending)
 
     def store(self, layer: int, k: torch.Tensor, v: torch.Tensor, place: int) -> Rows:
-        """Write keys and values ``[1, Hkv, n, d]`` from ``place`` on. Returns all up to their end."""
+        """Write keys and values ``[1, Hkv, n, d]`` from ``place`` on; return all up to their end."""
         end = place + k.shape[2]
         self.rows[layer] = rows = append(self.rows[layer], (k, v), place, _grown(end))
         return tuple(each[:, :, :end] for each in rows)
 
 
 def _grown(tokens: int) -> int:
-    """Return the capacity of a sequence's memory when it grows to hold ``tokens`` tokens."""
     return tokens + max(GROWTH_TOKENS, tokens // 4)
 
 
@@ -91,16 +88,14 @@ class Growth:
         self._tails: list[list[int]] = [[] for _ in sequence.rows]  # by layer, nodes with stored keys
 
     def __len__(self) -> int:
-        """Return the number of nodes, including the sequence's end."""
         return len(self._depths)
 
     @property
     def depth(self) -> int:
-        """Depth of the last node."""
         return self._depths[-1]
 
     def add(self, parents: Sequence[int]) -> int:
-        """Add nodes of one level. Returns their depth."""
+        """Add nodes of one level; return their depth."""
         for parent in parents:
             self._depths.append(self._depths[parent] + 1)
             self._ancestors.append(self._ancestors[parent] | {len(self._ancestors)})
@@ -130,7 +125,6 @@ class Head(ABC):
         layers: the target's layers whose hidden states it reads; see ``Scorer.score_rows``.
         tokens: the target's id of each token in the head's vocabulary, int64 ``[D]``; None if they are equal.
         output: the output matrix, if one covers the target's vocabulary, so that shortlists are possible.
-        levels: maximum depth of its trees.
         context: entries after which it can be judged if it saw nothing before.
         token_bytes: bytes of a token's keys and values in all of its layers, once bound.
     """
@@ -143,7 +137,7 @@ class Head(ABC):
     token_bytes: int
 
     def bind(self, target: Scorer) -> None:
-        """Prepare to draft for a target. Raises ``ValueError`` if the head does not fit it."""
+        """Prepare to draft for a target; raise ValueError if the head does not fit it."""
         if is_sharded(target.model):
             raise ValueError(
                 "the target is sharded over several processes; a trained head needs its embeddings and output matrix "
@@ -152,7 +146,7 @@ class Head(ABC):
 
     @abstractmethod
     def open(self, cache: Cache) -> HeadSequence:
-        """Start a sequence, with the target's cache of it."""
+        """Start a sequence with the target's cache."""
 
     def needs(self, tokens: int) -> int:
         """Return the maximum bytes of a sequence of ``tokens`` tokens."""
@@ -160,8 +154,7 @@ class Head(ABC):
         return self.token_bytes * _grown(tokens) + shortlist
 
     def record(self, sequence: HeadSequence, tokens: IntArray, start: int, states: torch.Tensor) -> None:
-        """Take hidden states ``[n, layers * hidden]`` of a sequence's tokens from ``start`` on. If they do not continue
-        the earlier ones, the head restarts there."""
+        """Record hidden states ``[n, layers * hidden]`` of tokens from ``start`` on, restarting there after a gap."""
         if sequence.next != start:
             sequence.restart()
             sequence.first = start
@@ -177,18 +170,13 @@ class Head(ABC):
 
     @abstractmethod
     def start(self, sequences: Sequence[HeadSequence]) -> tuple[list[Growth], torch.Tensor]:
-        """Start a tree after each sequence. Also returns logits of the next tokens, ``[n, D]``; with shortlists, D is
-        the longest's length, and a shorter one's rows end in padding."""
+        """Start trees; return them and logits of the next tokens, ``[n, D]``, padded to the longest shortlist's D."""
 
     @abstractmethod
     def extend(
         self, growths: Sequence[Growth], parents: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        """Add nodes of one level to each tree.
+        """Add nodes of one level to each tree; return logits after each, ``[n, D]``.
 
-        Args:
-            parents: of each tree's new nodes; 0 is the sequence's end, and nodes are numbered from 1 as they are added.
-
-        Returns:
-            Logits after each new node of all trees, ``[n, D]``.
+        ``parents``: of each tree's new nodes; 0 is the sequence's end, and nodes are numbered from 1 as they are added.
         """

@@ -9,8 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 
 class HeadFile:
-    """A head's weights by name, from a folder's safetensors files; ``kind`` names the head in messages. Raises
-    ``ValueError`` if there is no such file, or it cannot be read."""
+    """A head's weights by name, from a folder's safetensors files; raises ValueError if they cannot be read."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         self._folder, self._kind, self._tensors = folder, kind, dict[str, torch.Tensor]()
@@ -26,7 +25,7 @@ class HeadFile:
             raise ValueError(f"{folder} has no weights: there is no .safetensors file in it")
 
     def take(self, name: str, *shape: int) -> torch.Tensor:
-        """Return a tensor. Raises ``ValueError`` if it is missing or has another shape."""
+        """Return a tensor; raise ValueError if it is missing or has another shape."""
         if name not in self._tensors:
             raise ValueError(f"the {self._kind} head in {self._folder} lacks the tensor {name}")
         tensor = self._tensors[name]

@@ -25,21 +25,20 @@ HEAD_KINDS: tuple[tuple[Callable[[Mapping[str, Any]], bool], Callable[[str | Pat
 
 
 def load_head(folder: str | Path) -> Head:
-    """Return the head in a folder, or ``MTP``. Weights are read when it is bound to a target. Raises ``ValueError`` if
-    the folder holds none, or one of an unknown kind."""
+    """Return the head in a folder, or ``MTP``, without its weights; raise ValueError for an unsupported kind."""
     if folder == MTP:
         return MtpHead()
     kind = _kind(config_of(Path(folder)))
     if kind is None:
         raise ValueError(
-            f"{folder} holds no known head, by its config.json; known are EAGLE-3, P-EAGLE, DFlash, DFlash2, DSpark, "
-            "and Gemma 4 assistants"
+            f"{folder} has no supported head, by its config.json; supported are EAGLE-3, P-EAGLE, DFlash, DFlash2, "
+            "DSpark, and Gemma 4 assistants"
         )
     return kind(folder)
 
 
 def is_head(folder: str | Path) -> bool:
-    """Return whether a folder holds a head of a known kind."""
+    """Return whether a folder has a head of a supported kind."""
     try:
         config = config_of(Path(folder))
     except ValueError:

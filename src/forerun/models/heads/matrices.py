@@ -18,8 +18,7 @@ BLOCK = 32
 
 
 def weight_beside(target: Scorer, weight: torch.Tensor) -> torch.Tensor:
-    """Prepare a vector or a matrix ``[O, K]`` for ``linear``, on the target's device. Matrices whose rows are not a
-    multiple of ``BLOCK`` are never rounded."""
+    """Prepare a vector or a matrix ``[O, K]`` for ``linear``; only rows of a multiple of ``BLOCK`` are rounded."""
     if weight.dim() == 2 and weight.shape[1] % BLOCK == 0 and is_stored(target.model):
         from gguf import GGMLQuantizationType, quantize
 
@@ -39,8 +38,7 @@ def weights_of(matrix: torch.Tensor, bias: torch.Tensor | None = None) -> Weight
 
 
 def multiply(x: torch.Tensor, weights: Weights) -> torch.Tensor:
-    """Compute ``x @ weights.T + bias``, ``[n, K]`` to ``[n, O]``. Floats use the target's kernels inside ``Ordered()``,
-    quantised weights always."""
+    """Compute ``x @ weights.T + bias``, ``[n, O]``: floats by the target's kernels inside ``Ordered()``."""
     if weights.rows.is_floating_point():
         return functional.linear(x, weights.rows, weights.bias)
     made = product(x, weights._replace(bias=None))

@@ -80,8 +80,7 @@ def stated_layers(model: PreTrainedModel) -> int:
 
 
 def _layers_of(model: PreTrainedModel) -> MtpModel:
-    """Load the layers from the target's files. Raises ``ValueError`` if there are none, or they cannot be read; says
-    why."""
+    """Load the layers from the target's files; raise ValueError with the reason if that fails."""
     config, name = text_config(model), type(model).__name__
     place = model.name_or_path or config.name_or_path or "memory"
     count = getattr(config, TRANSFORMERS_NAME, None)

@@ -70,8 +70,8 @@ class PEagleHead(BlockHead, Eagle3Layers):
         return [Growth(sequence, own) for sequence, own in zip(sequences, logits, strict=True)], logits[:, 0]
 
     def _pass(self, sequences: Sequence[HeadSequence], masks: int) -> list[torch.Tensor]:
-        """Process all pending entries, followed by temporary masks. Returns each sequence's output at its last entry
-        and the masks, ``[1 + masks, hidden]``."""
+        """Process pending entries and temporary masks; return outputs at last entries and masks, ``[1 + masks,
+        hidden]``."""
         if not sequences:
             return []
         entries = [
@@ -105,7 +105,6 @@ class PEagleHead(BlockHead, Eagle3Layers):
 
 
 def _depths(config: Mapping[str, Any]) -> int:
-    """Return how many tokens a pass predicts, from any of the formats."""
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     stated = (config.get("num_depths"), config.get("para_depths"), methods[0].get("speculative_tokens"))
     return next((int(depths) for depths in stated if depths), PARALLEL_DEPTHS)

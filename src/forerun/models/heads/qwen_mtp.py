@@ -52,8 +52,8 @@ def load_qwen_mtp(model: PreTrainedModel) -> MtpModel | None:
         if the target is; None if there is no such layer.
 
     Raises:
-        ValueError: for a tensor that is missing, unknown, or of another shape than configured; for several layers; for
-            dedicated embeddings.
+        ValueError: for a tensor that is missing, unexpected, or of another shape than configured; for several layers;
+            for dedicated embeddings.
     """
     stated, place = int(getattr(text_config(model), STATED, None) or 0), model.name_or_path
     if stated > 1:
@@ -89,7 +89,7 @@ def _without_weights(model: PreTrainedModel, dtype: torch.dtype) -> MtpModel:
     if not layers:
         raise ValueError(f"{type(model).__name__} has an MTP layer, but no layer with full attention to model it on")
     text.num_mtp_layers, text.mtp_layer_types = 1, [FULL_ATTENTION]
-    text.rms_norm_eps = getattr(text, "norm_eps", None) or text.rms_norm_eps  # MtpModel does not know LFM2's name
+    text.rms_norm_eps = getattr(text, "norm_eps", None) or text.rms_norm_eps  # MtpModel does not read LFM2's name
     target = SimpleNamespace(
         config=config,
         lm_head=nn.Identity(),
@@ -135,8 +135,7 @@ def _fill(
     device: torch.device,
     name_in_file: Callable[[str], str],
 ) -> None:
-    """Load tensors under a file's names into the layer, by transformers' operations for the target. Raises
-    ``ValueError`` naming the first tensor that does not fit, as the file names it."""
+    """Load a file's tensors into the layer, by transformers' operations; raise ValueError naming a wrong one."""
     dtype = next(heads.layers.parameters()).dtype
     settings = LoadStateDictConfig(weight_mapping=mapping, device_map={"": device}, dtype=dtype)
     found, _ = convert_and_load_state_dict_in_model(heads, dict(tensors), settings)
@@ -194,8 +193,7 @@ def _part(file: Path, block: int) -> Header | None:
 
 
 def _file_beside(file: Path) -> Path | None:
-    """Return the MTP layer's file beside a model's: the one with the model's name, or the only one. Raises
-    ``ValueError`` if there are several, and none has the name."""
+    """Return the MTP file beside a model's: with the model's name, or the only one. Raise ValueError if unclear."""
     named = file.with_name(f"{BESIDE}{file.name}")
     files = [named] if named.is_file() else sorted(file.parent.glob(f"{BESIDE}*{gguf.GGUF_SUFFIX}"))
     if len(files) > 1:

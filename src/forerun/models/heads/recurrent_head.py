@@ -19,10 +19,10 @@ from forerun.models.heads.shortlist import drafting
 
 
 class RecurrentHead(Head):
-    """A head that predicts the next hidden state from a token and a hidden state: EAGLE-3 and MTP.
+    """A head that predicts the next hidden state from a token and a hidden state: first the target's, later its own.
 
-    The first states are the target's, later ones the head's. Its ``depth_layers`` layers take turns: each reads the
-    previous one's output and the next token. ``shift`` is an entry's position minus its token's index.
+    Its ``depth_layers`` layers take turns: each reads the previous one's output and the next token. ``shift`` is an
+    entry's position minus its token's index.
     """
 
     depth_layers = 1
@@ -66,8 +66,8 @@ class RecurrentHead(Head):
     def _read_layer(
         self, layer: int, given: Mapping[HeadSequence, torch.Tensor], entries: Mapping[HeadSequence, IntArray]
     ) -> dict[HeadSequence, torch.Tensor]:
-        """Run a layer over its part of each sequence, ``[n, hidden]`` for the last n tokens. Returns the next layer's
-        part: without the last entry, which needs the token after and waits."""
+        """Run a layer over each sequence's last tokens, ``[n, hidden]``; return the next layer's part, without the last
+        entry, which needs the token after it."""
         if not given:
             return {}
         counts = [len(part) for part in given.values()]
@@ -109,7 +109,6 @@ class RecurrentHead(Head):
             return self._logits(growths, [growth.hidden[-len(above) :] for growth, above, _ in levels])
 
     def _extend_layer(self, layer: int, levels: Sequence[tuple[Growth, Sequence[int], Sequence[int]]]) -> None:
-        """Run a layer over trees' new nodes, given by their parents and tokens, and add its output to the trees."""
         growths, counts = [growth for growth, _, _ in levels], [len(tokens) for _, _, tokens in levels]
         hidden = torch.cat([growth.hidden[list(parents)] for growth, parents, _ in levels])
         places = [(growth.sequence.next or 0) + growth.depth + self.shift for growth in growths]
@@ -155,7 +154,6 @@ class Growing:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     ) -> torch.Tensor:
-        """Compute attention of each node over its sequence and its ancestors; ``[1, H, n, d]`` in and out."""
         parts = (torch.split(each, list(self._counts), 2) for each in (q, k, v))
         outs = [growth.attend(layer, *own, spec) for growth, *own in zip(self._growths, *parts, strict=True)]
         return torch.cat(outs, 2)

@@ -3,7 +3,7 @@
 The output matrix is most of a head's cost on a CPU: a third of Qwen3.5-0.8B's weights, and thirteen times those of an
 EAGLE-3 layer of that width. But nearly all next tokens are frequent, occurred in the request, or are proposed by
 another drafter, too. So a head computes only these logits, from rows copied out of the matrix: of frequent tokens once,
-of a request's as they come. The target verifies with the whole matrix: a missing token costs a draft and never changes
+of a request's as they come. The target verifies with the full matrix: a missing token costs a draft and never changes
 the output.
 """
 
@@ -50,7 +50,6 @@ class OutputMatrix:
     def __init__(self, weights: Callable[[], Weights]) -> None:
         self._weights = weights
         self.frequent: IntArray | None = None
-        """The tokens that shortlists share; None without shortlists."""
         self._common: Weights | None = None
 
     @classmethod
@@ -82,7 +81,6 @@ class OutputMatrix:
             self.frequent, self._common = frequent, self.take(frequent)
 
     def take(self, tokens: IntArray) -> Weights:
-        """Copy some tokens' rows and biases."""
         weights = self._weights()
         return _part(weights, torch.from_numpy(tokens).to(weights.rows.device))
 
@@ -95,8 +93,7 @@ class OutputMatrix:
         return own + len(self.frequent) * ids + len(rows)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Compute logits ``[n, V]``, or ``[n, D]`` over shortlists, where D is the longest's length, and a shorter
-        one's rows end in padding."""
+        """Compute logits ``[n, V]``, or ``[n, D]`` over shortlists, padded to the longest."""
         shortlists = _shortlists.get()
         if self._common is None or not shortlists:
             return multiply(hidden, self._weights())
@@ -123,7 +120,6 @@ class Shortlist:
         self._common = len(matrix.frequent)
         self._tokens: IntArray = np.concatenate((matrix.frequent, np.zeros(FIRST_TOKENS, np.int64)))
         self.weights = matrix.take(np.zeros(FIRST_TOKENS, np.int64))
-        """Weights of the tokens that are not shared, with spare rows."""
 
     @property
     def tokens(self) -> IntArray:
@@ -161,8 +157,8 @@ class Shortlist:
 
 @contextmanager
 def drafting(shortlists: Sequence[Shortlist | None], counts: Sequence[int]) -> Iterator[None]:
-    """Compute logits over shortlists in this context: one per sequence in the order of their rows, or None for all
-    tokens. ``counts``: rows of each."""
+    """Compute logits over shortlists in this context, one per sequence, None for all tokens; ``counts``: rows of
+    each."""
     known = [(shortlist, count) for shortlist, count in zip(shortlists, counts, strict=True) if shortlist is not None]
     before = _shortlists.set(known)
     try:

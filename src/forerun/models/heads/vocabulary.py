@@ -13,12 +13,8 @@ from forerun.models.heads.head_file import HeadFile
 
 
 def known_tokens(file: HeadFile, known: int, vocabulary: int, folder: Path) -> torch.Tensor | None:
-    """Return the target's id of each token that a head has, int64 ``[known]``; None if it has all. ``d2t`` in the file
-    holds each token's offset to the target's id.
-
-    Raises:
-        ValueError: if the map is missing, or names a token that the target lacks.
-    """
+    """Return the target's id of each token that a head has, int64 ``[known]``, from the offsets ``d2t`` in the file;
+    None if it has all. Raise ValueError if the map is missing, or names a token that the target lacks."""
     if known == vocabulary:
         return None
     tokens = torch.arange(known) + file.take("d2t", known).to(torch.int64)
@@ -33,10 +29,8 @@ def own_matrix(
     """Return a head's embeddings or output matrix; None if there is none, or a copy of the target's.
 
     Training programs write even frozen matrices; a copy would be read from memory a second time. ``theirs`` is the
-    shape of the target's matrix, which ``module`` has.
-
-    Raises:
-        ValueError: if it is missing where the target's does not fit, or has another shape.
+    shape of the target's matrix, which ``module`` has. Raise ValueError for another shape, or a missing matrix where
+    the target's does not fit.
     """
     if shape != theirs:
         return file.take(name, *shape)

@@ -34,8 +34,7 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def check_formats(file: Path, header: Header) -> None:
-    """Raise ``ValueError`` with the tensor, its format and supported formats if a quantised matrix has no kernel,
-    reading only the header."""
+    """Raise ValueError if a quantised matrix has no kernel; read only the header."""
     if (reason := unusable()) is not None:
         raise ValueError(f"there is no kernel for stored weights here: {reason}; {INSTEAD}")
     for name, tensor in header.tensors.items():
@@ -44,13 +43,13 @@ def check_formats(file: Path, header: Header) -> None:
             continue
         if kind not in BLOCK_COLUMNS:
             raise ValueError(
-                f"{file}: there is no kernel for {kind}, as tensor {name} is stored; there are kernels for "
+                f"{file}: there is no kernel for {kind}, the format of tensor {name}; there are kernels for "
                 f"{', '.join(BLOCK_COLUMNS)}; {INSTEAD}"
             )
         if columns % BLOCK_COLUMNS[kind]:
             raise ValueError(
-                f"{file}: rows of tensor {name} have {columns} numbers, and the kernel for {kind} takes them "
-                f"{BLOCK_COLUMNS[kind]} at a time; {INSTEAD}"
+                f"{file}: rows of tensor {name} have {columns} numbers, and the kernel for {kind} needs a multiple of "
+                f"{BLOCK_COLUMNS[kind]}; {INSTEAD}"
             )
 
 
@@ -67,7 +66,6 @@ def load_as_stored(
 
     Args:
         file: a GGUF file that ``gguf.check`` and ``check_formats`` accepted.
-        progress: called with tensors done and to do.
         layout: of the file; by default that of llama.cpp's files.
         quantised: whether inputs of linear layers and experts are quantised to eight bits; see ``linear.Weights``.
 
@@ -92,8 +90,7 @@ def fill(
     *,
     quantised: bool,
 ) -> None:
-    """Put a file's tensors into a model built without weights; see ``load_as_stored``. Raises ``ValueError`` for a
-    tensor without a place or of another shape, and for weights that the file lacks."""
+    """Put a file's tensors into a model without weights; raise ValueError for misfits and missing weights."""
     _Filler(file, header, model, quantised, layout).fill(progress)
 
 
@@ -106,7 +103,6 @@ def _mixtral(config: PreTrainedConfig, header: Header) -> PreTrainedConfig:
 
 
 def _fill_buffers(file: Path, model: PreTrainedModel) -> None:
-    """Compute the buffers that follow from the configuration: rotary angles and factors."""
     for module in model.modules():
         own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
         for name, buffer in own.items():
@@ -130,7 +126,6 @@ def floats_of(data: Bytes, header: Header, tensor: Tensor) -> np.ndarray[Any, np
 
 
 def _rows(data: Bytes, header: Header, tensor: Tensor) -> Bytes:
-    """Return a tensor's bytes ``[O, row]``, mapped from the file."""
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)]
     begin, count = header.data + tensor.offset, prod(tensor.shape[1:])
     row = tensor.shape[0] // block * size
@@ -151,7 +146,6 @@ class _Filler:
         self._orders: dict[str, torch.Tensor] = {}  # of the inputs of linear layers, by their names
 
     def fill(self, progress: Progress) -> None:
-        """Place all tensors, then replace the modules with stored weights."""
         for name, tensor in counted([*self.header.tensors.items()], progress):
             if (ours := self.layout.name(name)) is not None:
                 self._take(name, ours, tensor)

@@ -1,7 +1,7 @@
 """Check GGUF files before transformers reads them, and repair the result.
 
-transformers dequantises the weights, to the size of any model's. The header is read first, in a fraction of a second,
-so a file that cannot be loaded is rejected before its weights are read. The format:
+transformers dequantises the weights to full size. The header is read first, in a fraction of a second, so a file that
+cannot be loaded is rejected before its weights are read. The format:
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -66,8 +66,8 @@ _MOST_DIMENSIONS = 4
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor's entry in the header: ``shape`` with the fastest-moving dimension first, as in GGUF, ``ggml_type``, and
-    bytes from the start of the data."""
+    """A tensor's entry in the header: ``shape`` as in GGUF, fastest dimension first; ``ggml_type``; offset in the
+    data."""
 
     shape: tuple[int, ...]
     kind: int
@@ -99,7 +99,8 @@ def check(file: Path) -> Header:
     """Read a file's header, and reject a file that cannot be loaded, or would be loaded wrongly.
 
     Raises:
-        ValueError: with file and reason: not GGUF, damaged, truncated, an unknown quantisation, or missing packages.
+        ValueError: with file and reason: not GGUF, damaged, truncated, an unsupported quantisation, or missing
+            packages.
         OSError: if it cannot be read.
     """
     header = read_header(file)
@@ -111,7 +112,7 @@ def check(file: Path) -> Header:
 
 
 def read_header(file: Path) -> Header:
-    """Read the header of a GGUF file. Raises ``ValueError`` for another, damaged or truncated file, and ``OSError``."""
+    """Read a GGUF file's header; raise ValueError for another, damaged or truncated file, and OSError."""
     with file.open("rb") as opened:
         if opened.read(len(MAGIC)) != MAGIC:
             raise ValueError(f"{file} is not a GGUF file: it does not begin with {MAGIC.decode()}")
@@ -155,9 +156,8 @@ def bar_to(progress: Progress) -> Iterator[None]:
 
 @contextmanager
 def read_by(header: Header) -> Iterator[None]:
-    """Let transformers take the metadata from a header already read, except for the tokenizer's strings. It reads a
-    file with gguf's reader for the configuration and again for the tokenizer. For 150,000 tokens that took 15 seconds
-    each time."""
+    """Pass metadata from a header already read to transformers, except for the tokenizer's strings. It reads a file
+    with gguf's reader for the configuration and again for the tokenizer: 15 seconds each for 150,000 tokens."""
     import gguf
 
     reader = gguf.GGUFReader
@@ -175,7 +175,6 @@ def _reader_of(header: Header) -> SimpleNamespace:
 
 
 def _field(key: str, value: Any) -> SimpleNamespace:
-    """Return a metadata entry like gguf's reader: ``parts[i]`` for each ``i`` in ``data``."""
     if key == TOKENS and not isinstance(value, list):
         value = [0] * value
     if isinstance(value, list):
@@ -247,8 +246,7 @@ def _check_installed(file: Path) -> None:
     missing = [package for package in NEEDED if find_spec(package) is None]
     if missing:
         raise ValueError(
-            f"{file} is a GGUF file, and {' and '.join(missing)} to read it with is not installed; "
-            f"install it by: {install_command('real')}"
+            f"{file} is a GGUF file, which needs {' and '.join(missing)}; install it by: {install_command('real')}"
         )
 
 
@@ -271,9 +269,9 @@ def _check_content(file: Path, header: Header) -> None:
             "would be another one; give the folder of its safetensors"
         )
     if metadata.get(f"{header.architecture}.attention.causal") is False:
-        raise ValueError(f"{file} holds no decoder: its attention sees the tokens after each one, too")
+        raise ValueError(f"{file} is not a decoder: its attention is not causal")
     rope = f"{header.architecture}.rope"
-    factor = metadata.get(f"{rope}.scaling.factor", metadata.get(f"{rope}.scale_linear"))  # of older files
+    factor = metadata.get(f"{rope}.scaling.factor", metadata.get(f"{rope}.scale_linear"))  # in older files
     scaling = metadata.get(f"{rope}.scaling.type", "none" if factor in (None, 0, 1) else "linear")
     factors = next((name for name in header.tensors if name.startswith(("rope_freqs", "rope_factors"))), None)
     if scaling != "none" or factors is not None:
@@ -288,7 +286,7 @@ def _check_tensor(file: Path, header: Header, name: str, tensor: Tensor) -> None
 
     known = {kind.value: kind for kind in GGMLQuantizationType}
     if tensor.kind not in known:
-        raise ValueError(f"{file}: tensor {name} has quantisation number {tensor.kind}, which is not known")
+        raise ValueError(f"{file}: tensor {name} has quantisation number {tensor.kind}, which is not supported")
     kind = known[tensor.kind]
     block, size = GGML_QUANT_SIZES[kind]
     try:
@@ -296,7 +294,9 @@ def _check_tensor(file: Path, header: Header, name: str, tensor: Tensor) -> None
     except NotImplementedError:
         raise ValueError(f"{file}: tensor {name} is quantised as {kind.name}, which cannot be dequantised") from None
     if not tensor.shape or tensor.shape[0] % block:
-        raise ValueError(f"{file} is damaged: rows of {tensor.shape} in tensor {name} are not whole {kind.name} blocks")
+        raise ValueError(
+            f"{file} is damaged: rows of {tensor.shape} in tensor {name} are not a multiple of {kind.name} blocks"
+        )
     end, there = header.data + tensor.offset + prod(tensor.shape) // block * size, file.stat().st_size
     if end > there:
         raise ValueError(f"{file} is cut off: tensor {name} ends at byte {end:,}, and the file has {there:,}")
@@ -304,8 +304,6 @@ def _check_tensor(file: Path, header: Header, name: str, tensor: Tensor) -> None
 
 @dataclass
 class _Reader:
-    """A front-to-back reader of a header; every step checks that the file is long enough."""
-
     data: mmap.mmap
     at: int
     metadata: dict[str, Any] = field(default_factory=dict)
@@ -320,7 +318,7 @@ class _Reader:
             self.metadata[key] = self.value(*self.take("I"))
         for name in ("general.alignment", "split.count"):
             if type(number := self.metadata.get(name, 1)) is not int or (number < 1 and name == "general.alignment"):
-                raise ValueError(f"{name} is {number!r}; it must be a whole number")
+                raise ValueError(f"{name} is {number!r}; it must be an integer")
         described = dict(self.tensor() for _ in range(tensors))
         return Header(self.metadata, described, self.at)
 
@@ -350,7 +348,6 @@ class _Reader:
         raise ValueError(f"the metadata holds a value of type {kind}")
 
     def array(self, kind: int, length: int) -> int | list[Any]:
-        """Read a short array of numbers; skip any other, and return its length."""
         if kind in _SCALARS and length <= SHORT_ARRAY:
             return [self.take(_SCALARS[kind])[0] for _ in range(length)]
         if kind in _SCALARS:

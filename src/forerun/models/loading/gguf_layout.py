@@ -50,7 +50,7 @@ class GgufLayout(ABC):
     @abstractmethod
     def name(self, name: str) -> str | None:
         """Return the model's name of a file's tensor, with experts' gates and ups named separately; None if it is not
-        needed. Raises ``ValueError`` for a tensor that must not be left out."""
+        needed. Raise ValueError for a tensor that must not be left out."""
 
     @abstractmethod
     def floats(self, name: str, values: Floats) -> Floats:
@@ -58,8 +58,7 @@ class GgufLayout(ABC):
 
     @abstractmethod
     def rows(self, name: str, count: int) -> Numbers | None:
-        """Return the order of the file's rows that gives the model's; None if more than rows and columns must be
-        reordered."""
+        """Return the order of the file's rows in the model; None if more than rows and columns must be reordered."""
 
     def columns(self, name: str) -> Numbers | None:
         """Return the order of a matrix's inputs that matches the file's columns; None if it is the model's."""
@@ -99,9 +98,9 @@ def has_operations(architecture: str) -> bool:
 
 
 def predictor_mapping(architecture: str, config: PreTrainedConfig, block: int) -> list[WeightTransform]:
-    """Return the operations on the tensors of an MTP layer, the file's ``block`` after the decoder's. llama.cpp's
-    converter adds 1 to the layer's norms as to the decoder's, including those named ``nextn``. ``config`` is of
-    transformers' ``MtpModel``, to whose names the operations lead."""
+    """Return the operations on the tensors of an MTP layer, the file's ``block`` after the decoder's, to the names of
+    transformers' ``MtpModel``, whose ``config`` it is. llama.cpp's converter adds 1 to the layer's norms as to the
+    decoder's, including those named ``nextn``."""
     norms = {"enorm": "enorm", "hnorm": "hnorm", "shared_head_norm": "post_norm"}
     return [
         WeightRenaming(rf"^blk\.{block}\.nextn\.", "layers.0."),
@@ -135,8 +134,8 @@ class ProcessorLayout(GgufLayout):
     def rows(self, name: str, count: int) -> Numbers | None:
         numbers = np.arange(count)
         order = self._processor.process(numbers[:, None], name).weights
-        whole = order.shape == (count, 1) and np.array_equal(np.sort(order[:, 0]), numbers)
-        return order[:, 0] if whole else None
+        only_rows = order.shape == (count, 1) and np.array_equal(np.sort(order[:, 0]), numbers)
+        return order[:, 0] if only_rows else None
 
 
 class OperationsLayout(GgufLayout):
@@ -171,8 +170,8 @@ class OperationsLayout(GgufLayout):
                 return None
             if not hasattr(operation, "input_permutation"):
                 order = _applied(operation, order)
-        whole = order.shape == numbers.shape and torch.equal(order[:, 0].sort().values, numbers[:, 0])
-        return order[:, 0].numpy() if whole else None
+        only_rows = order.shape == numbers.shape and torch.equal(order[:, 0].sort().values, numbers[:, 0])
+        return order[:, 0].numpy() if only_rows else None
 
     def columns(self, name: str) -> Numbers | None:
         orders = [each.input_permutation for each in self._operations(name) if hasattr(each, "input_permutation")]
@@ -181,7 +180,6 @@ class OperationsLayout(GgufLayout):
         return orders[0].numpy() if orders else None
 
     def _operations(self, name: str) -> list[Any]:
-        """Return a tensor's operations, except for the stacking of experts."""
         _, pattern = rename_source_key(name, self._renamings, self._converters)
         found = [] if pattern is None else self._converter(pattern).operations
         return [each for each in found if not isinstance(each, Concatenate)]

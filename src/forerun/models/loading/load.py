@@ -83,7 +83,6 @@ def load(
         device: of the weights. ``auto``: CUDA if there is one, else the CPU; always the CPU for ``stored``.
         activations: inputs of linear layers with quantised weights; one of ``ACTIVATION_TYPES``. ``int8``, the default:
             quantised per token to eight bits, in blocks of 32. ``float32``: unchanged.
-        trust_remote_code: run code that comes with the model.
         ranks: processes, started by torchrun, that each load a part of every layer.
         quantize: one of ``QUANTISATIONS``, for a folder and the CPU: its matrices are quantised once and kept as a file
             in the user's cache; activations are float32.
@@ -118,7 +117,7 @@ def load(
             else _from_folder(source, dtype, trust_remote_code, ranks, quantize, progress)
         )
     rows = int(model.get_input_embeddings().weight.shape[0])
-    if (size := tokenizer.vocab_size) > rows:  # an added token may lie beyond, as Gemma 3's for pictures in text models
+    if (size := tokenizer.vocab_size) > rows:  # an added token may be beyond, as Gemma 3's for pictures in text models
         raise ValueError(f"the tokenizer in {source} has {size} tokens and the model {rows}: not a pair")
     return model.eval() if ranks > 1 else model.eval().to(place), tokenizer
 
@@ -126,16 +125,16 @@ def load(
 def load_draft(
     name_or_path: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Load a small model to draft for ``target``: in its dtype, on its device, with the same tokenizer. Raises
-    ``ValueError`` as ``load`` does, or if the two tokenizers give one id to different tokens."""
+    """Load a small model to draft for ``target``, of its dtype and device; raise ValueError as ``load``, or if the
+    vocabularies disagree."""
     dtype = str(target.dtype).removeprefix("torch.")
     model, own = load(name_or_path, dtype, device=str(target.device), trust_remote_code=trust_remote_code)
     ours, theirs = (dict(map(reversed, t.get_vocab().items())) for t in (tokenizer, own))
     different = next((i for i in sorted(theirs) if ours.get(i) != theirs[i]), None)
     if different is not None:
         raise ValueError(
-            f"{name_or_path} has another tokenizer than the target: id {different} is {theirs[different]!r} there and "
-            f"{ours.get(different)!r} here; a draft model's vocabulary must equal the target's or be its beginning"
+            f"{name_or_path} has a different tokenizer from the target's: id {different} is {theirs[different]!r} "
+            f"there and {ours.get(different)!r} here; a draft model's vocabulary must be the target's or a prefix of it"
         )
     return model
 
@@ -160,7 +159,7 @@ def find(name_or_path: str) -> Path:
             raise ValueError(f"there is no folder {name_or_path}")
         folder = _cached(name_or_path)
     if not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} holds no model: it has no config.json")
+        raise ValueError(f"{folder} is not a model: it has no config.json")
     return folder
 
 
@@ -230,7 +229,7 @@ def _check_quantize(quantize: str, source: Path, dtype: str, place: torch.device
 
 def _check_stored(source: Path, place: torch.device) -> None:
     if not source.is_file():
-        raise ValueError(f"dtype is '{STORED}', which is for GGUF files, and {source} is none; use auto or bfloat16")
+        raise ValueError(f"dtype is '{STORED}', which is for GGUF files, and {source} is not one; use auto or bfloat16")
     if place.type != "cpu":
         raise ValueError(
             f"dtype is '{STORED}', and there is no kernel for it on {place}; use --device cpu, or --dtype bfloat16, "
@@ -250,12 +249,12 @@ def _from_folder(
     if (method := prepare(folder, config)) is not None:
         LOG.info("%s: the weights (%s) are dequantised", folder, method)
         more["config"] = config
-    whole = partial(_model, source, dtype, config.model_type, use_safetensors=True, **more)
+    load_model = partial(_model, source, dtype, config.model_type, use_safetensors=True, **more)
     if quantize is None:
-        return whole(), tokenizer
+        return load_model(), tokenizer
     from forerun.models.loading.quantised import load_quantised  # needs gguf, which may not be installed
 
-    return load_quantised(folder, quantize, config, whole, progress), tokenizer
+    return load_quantised(folder, quantize, config, load_model, progress), tokenizer
 
 
 def _from_file(
@@ -270,9 +269,9 @@ def _from_file(
         check_formats(file, header)
     elif gguf.is_mixtral(header):
         raise ValueError(
-            f"{file} is a Mixtral model, which transformers does not read from GGUF files; use --dtype {STORED}"
+            f"{file} is a Mixtral model, which transformers cannot read from GGUF files; use --dtype {STORED}"
         )
-    done = "stay as they are stored" if dtype == STORED else f"are dequantised to {dtype}"
+    done = "stay quantised" if dtype == STORED else f"are dequantised to {dtype}"
     LOG.info("%s: the weights (%s) %s", file, gguf.quantisations(header), done)
     with gguf.alone(file) as folder, gguf.bar_to(progress):
         source = _ModelFile(file, folder, {"local_files_only": True, "gguf_file": file.name})
@@ -297,11 +296,11 @@ def _check_config(source: _ModelFile) -> PreTrainedConfig:
     own_code = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{source.name} holds an encoder-decoder ({kind}); only decoders are supported")
+        raise ValueError(f"{source.name} is an encoder-decoder ({kind}); only decoders are supported")
     encoder = kind in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
     known = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     if encoder or not (known or own_code):
-        raise ValueError(f"{source.name} holds no decoder: model type {kind!r} does not generate text")
+        raise ValueError(f"{source.name} is not a decoder: model type {kind!r} does not generate text")
     return config
 
 
@@ -342,7 +341,7 @@ def _model(source: _ModelFile, dtype: str, kind: str, **more: Any) -> PreTrained
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(f"the weights in {source.name} cannot be loaded: {error}") from error
     check_complete(source.name, sorted(info["missing_keys"]))
-    if source.folder == source.name:  # a GGUF file's is finished by ``gguf.finish``
+    if source.folder == source.name:  # a GGUF file is finished by ``gguf.finish``
         make_ordinary(model)
     return model
 

@@ -43,7 +43,7 @@ SAMPLE = 1 << 20
 """Numbers quantised to estimate the total time."""
 
 SPARE_BYTES = 1 << 28
-"""Left free on the disk."""
+"""Bytes left free on the disk."""
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -70,14 +70,14 @@ class _StoredPart:
 def load_quantised(
     folder: Path, kind: str, config: PreTrainedConfig, load: Callable[[], PreTrainedModel], progress: Progress
 ) -> PreTrainedModel:
-    """Load a model with its matrices quantised, now or earlier, to ``kind`` in ``QUANTISATIONS``; ``load`` reads it
-    from the folder to the CPU. Raises ``ValueError`` if the disk has no space, or a matrix cannot be quantised."""
+    """Load a model with its matrices quantised, now or earlier, to ``kind``; ``load`` reads it from the folder to the
+    CPU. Raise ValueError if the disk has no space, or a matrix cannot be quantised."""
     file = file_of(folder, kind)
     if not file.exists():
         _write(folder, file, _parts(folder, load(), GGMLQuantizationType[kind.upper()]), progress)
     model = load_as_stored(file, read_header(file), config, progress, TransformersLayout())
     model.name_or_path = str(folder)
-    with suppress(OSError):  # there is none: it follows from the configuration
+    with suppress(OSError):  # a missing one follows from the configuration
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model
 
@@ -113,21 +113,18 @@ def _parts(folder: Path, model: PreTrainedModel, kind: GGMLQuantizationType) -> 
     for part in parts:
         if part.kind == kind and part.weight.shape[-1] % block:
             raise ValueError(
-                f"rows of {part.name} in {folder} have {part.weight.shape[-1]} numbers, and {kind.name} takes them "
-                f"{block} at a time; do without --quantize"
+                f"rows of {part.name} in {folder} have {part.weight.shape[-1]} numbers, and {kind.name} needs a "
+                f"multiple of {block}; do without --quantize"
             )
     return parts
 
 
 def _write(folder: Path, file: Path, parts: list[_StoredPart], progress: Progress) -> None:
-    """Write the complete file or nothing."""
     nbytes = sum(part.nbytes for part in parts)
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     free = shutil.disk_usage(file.parent).free
     if free < nbytes + SPARE_BYTES:
-        raise ValueError(
-            f"{file} will take {nbytes:,} bytes, and {free:,} are free; set XDG_CACHE_HOME to another disk"
-        )
+        raise ValueError(f"{file} needs {nbytes:,} bytes, and {free:,} are free; set XDG_CACHE_HOME to another disk")
     log.info("quantising %s, once: %.2f GB in %s, about %.0f s", folder, nbytes / 1e9, file, _expected_seconds(parts))
     unfinished = file.with_suffix(f".{os.getpid()}.tmp")
     try:

@@ -13,8 +13,8 @@ MXFP8 are powers of two, so nothing is rounded."""
 
 
 def prepare(folder: Path, config: PreTrainedConfig) -> str | None:
-    """Let transformers dequantise what it can, by changing ``config``; return the quantisation method, or None. Raises
-    ``ValueError`` for another method, with what to do."""
+    """Let transformers dequantise, by changing ``config``; return the method, or None. Raise ValueError if it
+    cannot."""
     stated: Any = getattr(config, "quantization_config", None)
     if stated is None:
         return None

@@ -15,8 +15,6 @@ class StoredLinear(nn.Module):
     """A linear layer over quantised weights on a CPU, with float32 inputs and outputs.
 
     Args:
-        rows: bytes ``[O, row]``, unchanged.
-        kind: format of the blocks, one of ``GGUF_FORMATS``.
         bias: float32 ``[O]``, or None.
         quantised: whether inputs are quantised to eight bits; see ``linear.Weights``.
     """
@@ -60,8 +58,7 @@ class InputOrder(nn.Module):
 
 
 class StoredEmbedding(nn.Module):
-    """An embedding over quantised rows, bytes ``[V, row]`` in blocks of ``kind``, with float32 rows, times
-    ``embed_scale``."""
+    """An embedding over quantised rows, bytes ``[V, row]`` of format ``kind``, times ``embed_scale``; float32 out."""
 
     def __init__(
         self,
@@ -95,8 +92,8 @@ class StoredEmbedding(nn.Module):
 
 
 class StoredExperts(nn.Module):
-    """Experts that are gated linear units over quantised weights, computed in turn on a CPU. ``gate`` and ``up`` are
-    bytes ``[E, I, row]``, ``down`` is bytes ``[E, H, row]``, each with the format of its blocks."""
+    """Experts that are gated linear units over quantised weights on a CPU: bytes ``[E, I, row]`` (``gate``, ``up``) and
+    ``[E, H, row]`` (``down``), with their formats."""
 
     def __init__(
         self, gate: tuple[nn.Parameter, str], up: tuple[nn.Parameter, str], down: tuple[nn.Parameter, str],

@@ -19,8 +19,7 @@ def stretch_model(model: PreTrainedModel, factor: float) -> None:
 
 
 def stretch(config: PreTrainedConfig, factor: float) -> None:
-    """Configure a model for sequences ``factor`` times as long. Raises ``ValueError`` for a factor that is not above 1,
-    or a model without plain rotary positions."""
+    """Configure a model for sequences ``factor`` (above 1) times as long; raise ValueError if it cannot."""
     if not factor > 1:
         raise ValueError(f"the YaRN factor is {factor:g}; it must be above 1")
     text = config.get_text_config(decoder=True)

@@ -53,7 +53,7 @@ HERMES = CallFormat(
     "}\n</tool_call>",
     bare=True,
 )
-"""Hermes, Qwen 2.5 and 3, and many later models; the default if a template shows no family."""
+"""Hermes, Qwen 2.5 and 3, and many later models; the default for unrecognised templates."""
 DEEPSEEK_NOISE = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 CALL_FORMATS = (
     CallFormat(  # Qwen3-Coder, Qwen 3.5
@@ -175,7 +175,7 @@ class ThinkingFormat:
 
     begin: str
     end: str
-    behind: str = ""
+    following: str = ""
     answer: str = ""
 
 

@@ -18,8 +18,7 @@ TEXT_MARKS = ('<|"|>', "<escape>")
 
 
 def read_tags(body: str, properties: Mapping[str, Any], required: Sequence[str]) -> Json:
-    """Read arguments ``<parameter=name>value</parameter>`` after a function's name, given the properties' schemas. A
-    missing end tag ends at the next parameter."""
+    """Read ``<parameter=name>value</parameter>`` after a function's name; a missing end tag ends at the next one."""
     arguments: Json = {}
     for part in re.split(r"<parameter=", body)[1:]:
         name, _, rest = part.partition(">")
@@ -35,7 +34,7 @@ _MISSING = object()
 
 
 def _typed(text: str, schema: Any) -> Any:
-    """Convert text to the type that a schema wants, or ``_MISSING`` if there is no value."""
+    """Convert text to the type of a schema; ``_MISSING`` without a value."""
     own = schema if isinstance(schema, Mapping) else {}
     kinds = _kinds(own)
     values = own.get("enum", [own["const"]] if "const" in own else ())
@@ -95,7 +94,7 @@ _TYPED: dict[str, Callable[[str], Any]] = {
 
 
 def read_python(body: str) -> Calls:
-    """Read calls in Python, one or a list: ``[f(a=1, b="x")]``, as in LFM2. Raises ``ValueError`` for anything else."""
+    """Read calls in Python, one or a list: ``[f(a=1, b="x")]``, as in LFM2; raise ValueError for anything else."""
     try:
         tree = ast.parse(body.strip(), mode="eval").body
         return [_python_call(each) for each in (tree.elts if isinstance(tree, ast.List) else [tree])]
@@ -127,7 +126,7 @@ def _plain(node: ast.expr) -> Any:
 
 
 def read_braces(body: str) -> Calls:
-    """Read a call ``call:f{a:1,b:<|"|>x<|"|>}`` with unquoted names, as in Gemma. Raises ``ValueError`` otherwise."""
+    """Read a call ``call:f{a:1,b:<|"|>x<|"|>}`` with unquoted names, as in Gemma; raise ValueError otherwise."""
     name, brace, _ = body.strip().removeprefix("call:").partition("{")
     reader = _Braces(body[body.find("{") :] if brace else "{}")
     value = reader.value()
@@ -137,8 +136,6 @@ def read_braces(body: str) -> Calls:
 
 
 class _Braces:
-    """A reader of one value; ``rest`` is what follows it."""
-
     def __init__(self, text: str) -> None:
         self.rest = text.lstrip()
 
@@ -197,8 +194,7 @@ class _Braces:
 
 
 def read_bare(text: str, names: Sequence[str]) -> Calls:
-    """Read calls as JSON objects, if the text has nothing else but a code fence, and each names a tool of ``names``.
-    Raises ``ValueError`` for anything else."""
+    """Read calls as JSON objects that name tools; raise ValueError if the text has more than a code fence."""
     text = re.sub(r"^\s*```\w*\s*|\s*```\s*$", "", text).strip()
     calls, decoder = Calls(), json.JSONDecoder()
     while text:

@@ -3,7 +3,7 @@
 Text may contain ``<|im_end|>``, which a tokenizer turns into the token that ends a turn, so a tool's result could start
 a user's turn. Such places are encoded as plain characters instead. For this, an unused noncharacter is inserted after
 the first character of each, before the template writes the conversation with its own marks intact. The result is cut
-there, and its pieces, none with a whole mark, are encoded one by one.
+there, and its pieces, none with a complete mark, are encoded one by one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WRITTEN_BY_MODELS = ("content", "reasoning_content")
 
 
 class GuardedChat(NamedTuple):
-    """A conversation and its tools; ``cut`` stands inside what only looks like a mark, and is None if nothing does."""
+    """A conversation and its tools; ``cut`` is inside what only looks like a mark, or None."""
 
     messages: list[Json]
     tools: list[Json] | None

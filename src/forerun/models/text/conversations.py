@@ -44,14 +44,14 @@ def with_known_roles(messages: Sequence[Json], tokenizer: PreTrainedTokenizerBas
 
 
 def arrangements(messages: Sequence[Json]) -> Iterator[list[Json]]:
-    """Yield a conversation, and variants for templates that reject it: with all system turns first and merged; then
-    without a system, and with alternating user and assistant turns."""
+    """Yield a conversation, and variants for templates that reject it: system turns first and merged; then no system,
+    and alternating user and assistant turns."""
     yield list(messages)
-    said = "\n\n".join(turn["content"] for turn in messages if turn["role"] == "system")
+    system_text = "\n\n".join(turn["content"] for turn in messages if turn["role"] == "system")
     others = [turn for turn in messages if turn["role"] != "system"]
     if len(others) < len(messages):
-        yield [{"role": "system", "content": said}, *others]
-    joined: list[Json] = [{"role": "user", "content": said}] if said else []
+        yield [{"role": "system", "content": system_text}, *others]
+    joined: list[Json] = [{"role": "user", "content": system_text}] if system_text else []
     for turn in others:
         plain = turn.keys() == {"role", "content"} == (joined[-1].keys() if joined else None)
         if joined and plain and turn["role"] == joined[-1]["role"]:

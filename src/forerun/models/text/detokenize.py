@@ -13,8 +13,7 @@ from forerun.core.tree import IntArray
 from forerun.models.text.token_bytes import TokenBytes
 
 CONTEXT_TOKENS = 8
-"""Minimum prompt tokens decoded together with the output: some tokenizers drop the space before the first word, and
-some decode a run of bytes as a unit."""
+"""Minimum prompt tokens decoded with the output: tokenizers may drop a first space, or decode bytes as a unit."""
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 

@@ -46,9 +46,8 @@ JSON_STYLE: JsonCompileOptions = {
 KEPT_GRAMMARS = 64
 """Most recently used grammars that are kept: an application has a handful of schemas of kilobytes each."""
 MAX_FORCED_TOKENS = 2_000
-"""Maximum tokens of a run without a choice."""
 MAX_TRIAL_SECONDS = 0.02
-"""Processor time for masks of a row's drafts per step. Later drafts of the step are made without masks."""
+"""CPU time for masks of a row's drafts per step. Later drafts of the step are made without masks."""
 
 
 class GrammarError(RuntimeError):
@@ -69,26 +68,25 @@ class Grammar:
     matcher: LLMatcher
 
     def follow(self, start: int) -> Constraint:
-        """Return a constraint for one row, whose output starts at id number ``start``."""
         return _Walker(self.matcher, start)
 
 
 class Grammars:
     """A compiler of response formats for one fast tokenizer; threads may share it.
 
-    llguidance's tokenizer is made at first use. That took 0.8 seconds for 49,152 tokens, half of it with the GIL held,
-    so a server makes it before it serves (``prepare``). ``vocabulary`` is the number of tokens with logits, and
-    ``ends`` has end-of-sequence tokens in addition to the tokenizer's own.
+    llguidance's tokenizer is made at first use, in 0.8 seconds for 49,152 tokens, half of it with the GIL held, so a
+    server makes it before it serves (``prepare``). ``vocabulary`` is the number of tokens with logits, and ``ends`` has
+    end-of-sequence tokens beyond the tokenizer's.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int, ends: Sequence[int]) -> None:
         self.tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, ends
-        self._known: OrderedDict[tuple[str, GrammarSource], Grammar] = OrderedDict()
+        self._grammars: OrderedDict[tuple[str, GrammarSource], Grammar] = OrderedDict()
         self._made: LLTokenizer | None = None
         self._making, self._keeping = threading.Lock(), threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._grammars)
 
     def of(self, response_format: ResponseFormat, namespace: str = "default") -> Grammar | None:
         """Return a response format's grammar; None for plain text. Timing does not reveal another namespace's grammars.
@@ -103,20 +101,19 @@ class Grammars:
             return None
         key = (namespace, source)
         with self._keeping:
-            if key in self._known:
-                self._known.move_to_end(key)
-                return self._known[key]
+            if key in self._grammars:
+                self._grammars.move_to_end(key)
+                return self._grammars[key]
         grammar = Grammar(_compile(self.prepare(), source))
         with self._keeping:
-            self._known[key] = grammar
-            if len(self._known) > KEPT_GRAMMARS:
-                del self._known[eviction([(each, owner_of(each[0]), 1) for each in self._known])]  # type: ignore[arg-type]
+            self._grammars[key] = grammar
+            if len(self._grammars) > KEPT_GRAMMARS:
+                del self._grammars[eviction([(each, owner_of(each[0]), 1) for each in self._grammars])]  # type: ignore[arg-type]
         return grammar
 
     def has(self, source: GrammarSource, namespace: str = "default") -> bool:
-        """Return whether a source's grammar is kept."""
         with self._keeping:
-            return (namespace, source) in self._known
+            return (namespace, source) in self._grammars
 
     def tokenizer_arguments(self) -> dict[str, Any]:
         """Return arguments of ``llguidance.LLTokenizer``, for any process; ``prepare`` checks the tokenizer."""
@@ -154,15 +151,14 @@ class Grammars:
 
 
 class _Walker:
-    """A matcher that can be moved to any ids. llguidance's matcher never leaves an error state, so a new one replaces
-    it, and an error on trial does not affect the output."""
+    """A matcher that can be moved to any ids. A new one replaces one in an error state, which it never leaves."""
 
     def __init__(self, matcher: LLMatcher, start: int) -> None:
         self._origin, self._start = matcher, start
         self._run_begin, self._run_is_long = 0, False
         self._run_text: IntArray = np.empty(0, np.int64)
         self.trial_seconds = 0.0
-        """Processor time of drafts' masks since the last token."""
+        """CPU time of drafts' masks since the last token."""
         self._begin()
 
     def mask(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -211,7 +207,6 @@ class _Walker:
         self._walked: IntArray = np.empty(0, np.int64)
 
     def _find_run(self, ids: torch.Tensor) -> IntArray:
-        """Compute and keep the tokens that are forced after ``ids``, where the matcher is."""
         run = np.array(self._matcher.compute_ff_tokens(), np.int64)
         if len(run):
             text = ids[self._start :].numpy()
@@ -282,8 +277,7 @@ class _SpeculativeGrammar:
 
 
 def grammar_source(response_format: Any) -> GrammarSource | None:
-    """Return what llguidance compiles for a response format, with the order of properties kept; None for plain text.
-    Raises ``SchemaError``; see ``Grammars.of``."""
+    """Return what llguidance compiles, with properties in order; None for plain text. Raise SchemaError."""
     if not isinstance(response_format, Mapping) or response_format.get("type") not in FORMAT_TYPES:
         kind = response_format.get("type") if isinstance(response_format, Mapping) else response_format
         raise SchemaError(f"response_format has the type {kind!r}; allowed are {', '.join(FORMAT_TYPES)}")
@@ -308,7 +302,6 @@ def grammar_source(response_format: Any) -> GrammarSource | None:
 
 
 def _compile(tokenizer: LLTokenizer, source: GrammarSource) -> LLMatcher:
-    """Compile a matcher, including its first mask, so that no step waits for that."""
     from llguidance import LLMatcher
 
     what = {"json": "schema", "regex": "regex", "lark": "grammar"}[source.kind]

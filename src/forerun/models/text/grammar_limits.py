@@ -17,22 +17,20 @@ from typing import Any
 from forerun.models.text.schemas import SCHEMAS_BY_NAME, SchemaError, usable_schema
 
 MAX_REMAINDERS = 50_000
-"""Remainders of all divisors in a schema. Each becomes a state: 50,000 took up to 1.3 seconds to compile, and 9,999,991
-more than a minute."""
+"""Remainders of all divisors in a schema, each a state: 50,000 compile in 1.3 s, and 9,999,991 in over a minute."""
 MAX_SCHEMA_CHARACTERS = 1 << 16
-"""A schema of 5,000 optional properties, in twice as many characters, took 3.7 seconds to compile."""
+"""A schema of 5,000 optional properties, in twice as many characters, compiled in 3.7 seconds."""
 MAX_FORCED_CHARACTERS = 2_000
-"""Characters of a text that a schema spells out, repetitions included. All are computed at once: 60,000 took 0.6
-seconds, with the GIL held."""
+"""Characters of a text that a schema spells out, all computed at once: 60,000 cost 0.6 s with the GIL held."""
 MAX_SHORTEST_CHARACTERS = 1 << 15
-"""Characters of the shortest text of a grammar or of a part. 52,299 tokens without a choice took 0.27 seconds."""
+"""Characters of the shortest text of a grammar or of a part. 52,299 tokens without a choice cost 0.27 seconds."""
 MAX_RULE_PASSES = 64
 """Passes over a grammar's rules to find their shortest texts."""
 
 
 def checked_schema(schema: Mapping[str, Any]) -> str:
-    """Check and rewrite a JSON schema for llguidance, as text; see ``usable_schema``. Raises ``SchemaError`` if it is
-    not JSON, exceeds a limit, or has a keyword that cannot be enforced."""
+    """Check and rewrite a JSON schema for llguidance, as text; raise SchemaError if it exceeds a limit or fits no
+    grammar."""
     try:
         text = json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -122,11 +120,9 @@ def _remainders(divisor: Any) -> int:
 
 
 class _ShortestJson:
-    """Length of the shortest JSON that a schema and its inner schemas allow."""
-
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
-        self._known: dict[str, float] = {}
+        self._lengths: dict[str, float] = {}
 
     def check(self) -> None:
         references = [value for value in _values(self._root, "$ref") if isinstance(value, str)]
@@ -171,14 +167,14 @@ class _ShortestJson:
 
     def _referred(self, reference: str) -> float:
         """Measure a referenced schema. One that refers to itself without a way out matches no text, and is infinite."""
-        if reference not in self._known:
-            self._known[reference] = math.inf
+        if reference not in self._lengths:
+            self._lengths[reference] = math.inf
             target: Any = self._root
             for key in reference.lstrip("#").split("/")[1:]:
                 key = key.replace("~1", "/").replace("~0", "~")
                 target = target.get(key) if isinstance(target, Mapping) else None
-            self._known[reference] = self.length(target)
-        return self._known[reference]
+            self._lengths[reference] = self.length(target)
+        return self._lengths[reference]
 
 
 _LARK_TOKEN = re.compile(

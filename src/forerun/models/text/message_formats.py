@@ -32,7 +32,6 @@ OPEN_KEYWORDS = frozenset(
 )
 """Schema keywords that may allow arguments beyond the properties."""
 ANNOTATIONS = ("description", "title", "examples", "default")
-"""Schema keywords without constraints."""
 Thinking = Literal["open", "free", "closed"]
 """Whether a prompt ends inside reasoning, leaves it to the model, or has ended it."""
 
@@ -43,7 +42,6 @@ class MessageFormat:
 
     Attributes:
         calls: its tool calls; None if only the tokenizer's response template, ``own``, describes them.
-        thinking: its reasoning, or None.
         special: the tokenizer's special tokens by text; they are left out of texts.
         added: all added tokens, including special ones.
     """
@@ -63,7 +61,7 @@ class MessageFormat:
             return None
         text: Json = {"content_args": {"strip": False}}
         fields: Json = {"content": (HARMONY_CONTENT if thinking and thinking.answer else {}) | text}
-        noise = [*((thinking.behind,) if thinking and thinking.behind else ()), *(calls.noise if calls else ())]
+        noise = [*((thinking.following,) if thinking and thinking.following else ()), *(calls.noise if calls else ())]
         if thinking is not None:
             fields["reasoning_content"] = {"open": thinking.begin, "close": thinking.end, **text}
         if calls is not None:
@@ -92,13 +90,10 @@ class MessageFormat:
     def grammar(
         self, response_format: Json | None, tools: Sequence[Json], parallel: bool, thinking: Thinking
     ) -> Json | None:
-        """Return a response format for a whole message: optional reasoning, and then an answer or calls.
+        """Return a response format for a complete message: optional reasoning, and then an answer or calls.
 
         Without ``response_format``, the answer must be calls, or any text if there are no tools. Calls that are
-        optional may have any arguments if the tool's schema cannot be enforced.
-
-        Raises:
-            SchemaError: if a tool must be called whose schema cannot be enforced.
+        optional may have any arguments if the tool's schema cannot be enforced; raise SchemaError for a required one.
         """
         free = response_format is None or response_format["type"] == "text"
         if free and not tools:
@@ -116,11 +111,11 @@ class MessageFormat:
     def _thinking_rules(self, thinking: Thinking) -> tuple[str, list[str]]:
         if self.thinking is None or thinking == "closed":
             return "", []
-        end, behind = self._lark(self.thinking.end), self._lark(self.thinking.behind) or r"/\n{0,2}/"
+        end, following = self._lark(self.thinking.end), self._lark(self.thinking.following) or r"/\n{0,2}/"
         if self.thinking.end in self.added:
-            rules = [f"forerun_reasoning: FORERUN_ANY {end} {behind}", "FORERUN_ANY: /(?s:.*)/"]
+            rules = [f"forerun_reasoning: FORERUN_ANY {end} {following}", "FORERUN_ANY: /(?s:.*)/"]
         else:
-            rules = [f"forerun_reasoning: forerun_thoughts {behind}", f"forerun_thoughts[suffix={end}]: /(?s:.*)/"]
+            rules = [f"forerun_reasoning: forerun_thoughts {following}", f"forerun_thoughts[suffix={end}]: /(?s:.*)/"]
         if thinking == "open":
             return "forerun_reasoning", rules
         return f"({self._lark(self.thinking.begin)} forerun_reasoning)?", rules
@@ -223,7 +218,6 @@ def message_format(tokenizer: PreTrainedTokenizerBase) -> MessageFormat:
 
 
 def _keepable(tool: Json) -> Json:
-    """Allow any arguments of a tool if its schema cannot be enforced."""
     try:
         usable_schema(tool["function"].get("parameters"))
         return tool
@@ -291,8 +285,7 @@ BARE_FORMATS = {
 
 
 def _bare(schema: Any, shared: Json, mark: str = "") -> list[str] | None:
-    """Return what may stand between tags, in Lark: listed strings, without quotes or between marks, else JSON. None if
-    any text may."""
+    """Return what may be between tags, in Lark: listed strings, else JSON; None if any text may."""
     found: list[str] = []
     for each in _alternatives(schema, shared):
         own = each if isinstance(each, Mapping) else {}

@@ -1,8 +1,8 @@
 """Split a message into content, reasoning and tool calls while it is generated.
 
-transformers' response parser finds the parts. JSON arguments of a call are passed on as they arrive. A call that cannot
-be read stays part of the content, unless the answer ended inside it. If transformers' parser fails at one, all that
-follows is content.
+transformers' response parser finds the parts. JSON arguments of a call are passed on as they arrive. An unreadable call
+stays part of the content, unless the answer ended inside it. If transformers' parser fails at one, all that follows is
+content.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ObjectScanner:
         """Text between and after the objects."""
 
     def feed(self, text: str) -> None:
-        """Read more text. Raises ``ValueError`` if an object ends that is not a call."""
+        """Read more text; raise ValueError if an object ends that is not a call."""
         arguments = ""
         for character in text:
             if self._depth or character == "{":
@@ -179,7 +179,6 @@ class MessageParser:
 
     Args:
         form: the format of its messages; ``template`` is from ``form.response_template``.
-        prompt: text before the message.
         parallel: whether calls after the first are passed on.
     """
 
@@ -202,7 +201,6 @@ class MessageParser:
             tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in with_types(tools)
         }
         self.calls = 0
-        """Number of calls so far."""
         self._fields: dict[str, Any] = template["fields"]
         self._delta, self._cut = MessageDelta(), False
         self._text, self._end, self._body_end = "", 0, 0  # end of what was passed on, and of a call's body
@@ -211,19 +209,18 @@ class MessageParser:
         self._at_start = begins_thinking
         self._scanner: ObjectScanner | None = None
         self._value: ValueScanner | None = None
-        self._inside = self._bare = self._behind = False  # a call, one without marks, and after its arguments
+        self._inside = self._bare = self._after_arguments = False  # a call, one without marks, and after its arguments
         self._head = ""
         self._calls_before = self._region = 0
 
     def feed(self, text: str, last: bool = False, cut: bool = False) -> MessageDelta:
-        """Return the parts of new text; ``last`` when the message has ended, ``cut`` if that was at the length
-        limit."""
+        """Return the parts of new text; ``last`` when the message has ended, ``cut`` if at the length limit."""
         self._delta, self._cut = MessageDelta(), False
         self._text += text
         for event in self._events(lambda: self._parser.feed(text)):
             self._take(event)
         if last:
-            self._cut = cut  # applies to what has not ended by now
+            self._cut = cut  # applies to what has not ended yet
             for event in self._events(lambda: self._parser.finalize()[1]):
                 self._take(event)
         if not self._readable:
@@ -296,7 +293,7 @@ class MessageParser:
             self._calls_before, self._head, self._region, self._inside = self.calls, "", self._end, True
             any_name = self._format is None or self._format.marked
             self._scanner = ObjectScanner(self._begin, self._add, None if any_name else self._names)
-            self._value, self._bare, self._behind = None, False, False
+            self._value, self._bare, self._after_arguments = None, False, False
         elif kind == "region_chunk" and self._format is not None:
             first = not self._head
             self._head += event["text"]
@@ -363,12 +360,12 @@ class MessageParser:
     def _read_arguments(self, text: str, form: CallFormat) -> None:
         """Add arguments, from a string when it is complete. If no mark ends the call, the rest is content."""
         assert self._value is not None
-        inside, behind = self._value.feed(text)
+        inside, following = self._value.feed(text)
         self._add(inside)
-        if "close" not in form.field and (self._behind or behind.strip()):
-            self._at_start |= not self._behind
-            self._behind = True
-            self._add_content(behind)
+        if "close" not in form.field and (self._after_arguments or following.strip()):
+            self._at_start |= not self._after_arguments
+            self._after_arguments = True
+            self._add_content(following)
 
     def _take_whole(self, function: Any) -> None:
         arguments = function.get("arguments", {})
@@ -391,7 +388,7 @@ class MessageParser:
 
 
 def _listed(value: Any) -> list[Any]:
-    """Return the calls of a region; where a template makes one call of what was read, there may be several."""
+    """Return the calls of a region; a template may make one call of several."""
     inner = value.get("function") if isinstance(value, dict) else None
     return inner if isinstance(inner, list) else value if isinstance(value, list) else [value]
 

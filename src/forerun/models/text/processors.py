@@ -21,8 +21,8 @@ from forerun.core.sampling_kernels import top_p_cut
 
 
 class Nucleus:
-    """Top-p for one row on a CPU, in float64: a token at the very edge may fall on the other side. ``warper`` has the
-    settings, and runs itself where it must keep more tokens, for scores that are not float32, for several rows, and on
+    """Top-p for one row on a CPU, in float64: a token at the very edge may be kept or cut differently. ``warper`` has
+    the settings, and runs where it must keep more tokens, for scores that are not float32, for several rows, and on
     other devices."""
 
     forerun_stateless = True
@@ -56,7 +56,7 @@ STATELESS = frozenset(
 ROWWISE = frozenset(
     f"{name}LogitsWarper" for name in ("Epsilon", "MinP", "Temperature", "TopK", "TopP", "Typical")
 ) | {"InfNanRemoveLogitsProcessor", "LogitNormalization", "SuppressTokensLogitsProcessor"}  # fmt: skip
-"""Processors that ignore ids, take scores of many rows, and read no value back from their device."""
+"""Processors that ignore ids, process scores of many rows, and read no value back from their device."""
 NAMELESS = ROWWISE - {"SuppressTokensLogitsProcessor"}
 """Those of them that treat all tokens alike."""
 ANYWHERE = NAMELESS | {
@@ -68,8 +68,7 @@ DECLARATION = "forerun_stateless"
 
 
 class OccurrencePenalties:
-    """OpenAI's penalties for repeated tokens, which transformers lacks: from ``start`` on, where the prompt ends, a
-    token's score is reduced by ``frequency`` per occurrence, and once by ``presence``."""
+    """OpenAI's penalties for repeated tokens after the prompt: ``frequency`` per occurrence, and ``presence`` once."""
 
     forerun_stateless = True
 
@@ -85,7 +84,7 @@ class OccurrencePenalties:
 
 
 def stateless(processor: Any) -> bool:
-    """Return whether a processor may be called in any order: its class is known, or ``forerun_stateless`` is true."""
+    """Return whether a processor may be called in any order: its class is listed, or ``forerun_stateless`` is true."""
     kind = type(processor)
     known = kind.__module__ == HOME and kind.__name__ in STATELESS
     return bool(getattr(processor, DECLARATION, known))
@@ -94,19 +93,14 @@ def stateless(processor: Any) -> bool:
 def of_row(processors: Sequence[Any], model: PreTrainedModel, row: int = 0, rows: int = 1) -> Processor | None:
     """Combine a row's processors into one, or None if there are none.
 
-    Args:
-        model: the target; copies of a processor share it.
-        row: the row's number, passed to ``prefix_allowed_tokens_fn``.
-        rows: number of rows; a single row uses the processors themselves, not copies.
-
-    Raises:
-        NotImplementedError: for several rows and a processor that cannot be copied.
+    ``prefix_allowed_tokens_fn`` receives the row's number. With several rows, use copies, which share the target; raise
+    NotImplementedError for a processor that cannot be copied.
     """
     own = [_quick(_of_place(each, row, rows)) if stateless(each) else each for each in processors]
     if rows > 1:
         own = [each if stateless(each) else _copied(each, model) for each in own]
-    whole, pure = _in_turn(own), [each for each in own if stateless(each)]
-    return whole if whole is None or len(pure) == len(own) else Remembering(whole, _in_turn(pure))
+    combined, pure = _in_turn(own), [each for each in own if stateless(each)]
+    return combined if combined is None or len(pure) == len(own) else Remembering(combined, _in_turn(pure))
 
 
 def _in_turn(processors: Sequence[Any]) -> Processor | None:
@@ -145,7 +139,6 @@ def _quick(processor: Any) -> Any:
 
 
 def _of_place(processor: Any, row: int, rows: int) -> Any:
-    """Return one row's processor, given one prepared for a whole batch."""
     change = _CHANGES.get(type(processor).__name__)
     if change is None:
         return processor

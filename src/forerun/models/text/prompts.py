@@ -1,5 +1,7 @@
-"""Turn prompts of any form into token ids. Conversations go through the tokenizer's chat template, which writes all
-special tokens itself, so none are added to its output."""
+"""Turn prompts of any form into token ids.
+
+Conversations go through the tokenizer's chat template, which writes all special tokens, so none are added.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ def apply_template(
     """Encode a conversation, up to where the answer starts.
 
     Args:
-        tools: JSON descriptions of functions, for the template; or None.
+        tools: JSON descriptions of functions, for the template.
         options: further variables of the template.
         continued: whether the answer continues the last turn, which is the assistant's.
 
@@ -92,7 +94,7 @@ def rendered(
     options: Mapping[str, Any] | None,
     continued: bool = False,
 ) -> str:
-    """Return the text of a conversation, of which ``apply_template`` returns the token ids."""
+    """Return the text whose token ids ``apply_template`` returns."""
     return str(_applied(messages, tokenizer, tools, options, False, continued))
 
 
@@ -106,9 +108,9 @@ def _applied(
 ) -> Any:
     check_messages(messages, continued)
     if tokenizer is None:
-        raise ValueError("the prompt is messages and there is no tokenizer; pass tokenizer= or token ids")
+        raise ValueError("the prompt is messages, and there is no tokenizer; pass tokenizer= or token ids")
     if not has_template(tokenizer):
-        raise ValueError("the prompt is messages and the tokenizer has no chat template; give text instead")
+        raise ValueError("the prompt is messages, and the tokenizer has no chat template; pass text instead")
     try:
         return tokenizer.apply_chat_template(
             [dict(message) for message in messages],
@@ -195,8 +197,7 @@ def _check_others(given: Mapping[str, Any]) -> None:
     allowed = {"input_ids", "attention_mask"} | ({"token_type_ids"} if plain else set())
     if others := sorted(name for name in given.keys() - allowed if given[name] is not None):
         raise NotImplementedError(
-            f"the prompt has {', '.join(others)}: Forerun reads input_ids and attention_mask, and passes nothing else "
-            "to the model"
+            f"the prompt has {', '.join(others)}: Forerun passes only input_ids and attention_mask to the model"
         )
 
 

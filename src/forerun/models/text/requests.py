@@ -49,13 +49,13 @@ OTHER_NAMES = {
     "frequency_penalty": "repetition_penalty",
     "presence_penalty": "repetition_penalty",
 }
-"""Names of options elsewhere, and what they are here."""
+"""Names of options in other programs, and their names here."""
 
 
 class GenerationOptions(TypedDict, total=False):
     """Options of ``Engine.generate``, ``Engine.stream`` and ``forerun.generate``.
 
-    Missing options come from ``model.generation_config``, as in transformers. The first group is Forerun's own: see
+    Missing options come from ``model.generation_config``, as in transformers. The first group is Forerun's: see
     ``RowOptions`` for the first five, and ``Grammars`` for ``response_format``. ``prediction`` is text, or token ids,
     that the answer is expected to resemble, such as code to edit: drafters with a trie copy drafts from it. It is
     private to the call, and changes only the speed.
@@ -119,12 +119,7 @@ NUMBERS = ("temperature", "top_p", "min_p", "typical_p", "repetition_penalty", "
 
 
 def check_options(options: Mapping[str, Any], model: PreTrainedModel) -> None:
-    """Reject names that are neither options nor inputs of the model, and numbers of a wrong type.
-
-    Raises:
-        ValueError: for the first unknown name, with a suggestion.
-        TypeError: for the first option of a wrong type.
-    """
+    """Raise ValueError for the first unknown name, with a suggestion, and TypeError for the first wrong type."""
     for name in INTEGERS:
         check_integer(name, options.get(name), optional=True)
     for name in NUMBERS:
@@ -167,15 +162,13 @@ RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
 
 @dataclass(frozen=True)
 class RowOptions:
-    """Forerun's own options, alongside transformers'.
+    """Forerun's options, alongside transformers'.
 
     Attributes:
         seed: of the sampling noise; None draws one from torch's global generator.
         verification: ``coupled`` or ``rejection`` (see ``forerun.core.sampling``); greedy decoding ignores it.
-        namespace: drafts come only from earlier outputs of this namespace.
         budget: maximum nodes per draft, if less than the engine's; 0 for no drafts and no indexing.
         logprobs: likeliest tokens to keep per position, with the chosen one's log-probability; None keeps nothing.
-        grammar: constrains the output.
         drafts_from: a namespace to draft from and index into instead; see ``Request``.
         prediction: token ids that the output is expected to resemble; see ``Request``.
 
@@ -339,10 +332,10 @@ def _with_stop_strings(
 
 
 def _check_helpers(options: Mapping[str, Any]) -> None:
-    """Reject objects that transformers uses besides the model, and keeps from a custom generate."""
+    """Reject objects that transformers uses besides the model, and does not pass to a custom generate."""
     if options.get("assistant_model") is not None:
         raise NotImplementedError(
-            "assistant_model is not supported; pass it as draft_model to a drafter that takes one"
+            "assistant_model is not supported; pass it as draft_model to a drafter that needs one"
         )
     if options.get("streamer") is not None:
         raise NotImplementedError("streamer is not supported here; iterate over the commits")
@@ -395,9 +388,8 @@ def _check_mode(config: GenerationConfig) -> None:
 def _ends(
     criteria: StoppingCriteriaList, max_length: int, device: torch.device
 ) -> tuple[frozenset[int], int, Stopping | None]:
-    """Return end-of-sequence tokens, the greatest length, and all other criteria as one. The first two come from
-    transformers' own criteria, so that requests can check them without a tensor. A user's criteria replace those made
-    from the options."""
+    """Return end-of-sequence tokens and the maximum length from transformers' own criteria, so that requests check them
+    without a tensor, and all other criteria as one. A user's criteria replace those made from the options."""
     eos = [c.eos_token_id.flatten().tolist() for c in criteria if type(c) is EosTokenCriteria]
     lengths = [int(c.max_length) for c in criteria if type(c) is MaxLengthCriteria]
     rest = StoppingCriteriaList([c for c in criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)])

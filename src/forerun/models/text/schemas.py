@@ -1,8 +1,8 @@
 """Rewrite JSON schemas for llguidance, and reject those that it cannot enforce.
 
 Validators differ in what they enforce. Here an unknown ``format`` is an annotation, as in JSON Schema; entries of an
-array may repeat despite ``uniqueItems``; and ``oneOf`` is ``anyOf`` where its choices overlap. Of several alternatives,
-those that cannot be enforced are dropped, because what the others allow is valid, too.
+array may repeat despite ``uniqueItems``; and ``oneOf`` is ``anyOf`` where its choices overlap. Alternatives that cannot
+be enforced are dropped, because what the others allow is valid, too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )  # fmt: skip
-"""Formats that llguidance enforces."""
 REFUSED = (
     "if", "then", "else", "not", "dependentRequired", "dependentSchemas", "dependencies", "contains", "minContains",
     "maxContains", "unevaluatedProperties", "unevaluatedItems",
@@ -28,12 +27,12 @@ LOOK_AROUND = re.compile(r"(?<!\\)(?:\\\\)*\(\?(?:[=!]|<[=!])|(?<!\\)(?:\\\\)*\\
 
 
 class SchemaError(ValueError):
-    """A response format that cannot be met: it or its schema is malformed."""
+    """A response format that cannot be met, or is malformed."""
 
 
 def usable_schema(schema: Any, where: str = "schema") -> Any:
-    """Rewrite a JSON schema for llguidance; anything but an object is returned unchanged. ``where`` names its place in
-    errors. Raises ``SchemaError`` for a keyword that cannot be enforced, with place and keyword."""
+    """Rewrite a JSON schema for llguidance; return anything but an object unchanged. Raise SchemaError with place
+    (``where``) and keyword if one cannot be enforced."""
     try:
         return _Usable(schema if isinstance(schema, Mapping) else {}).of(schema, where)
     except RecursionError:
@@ -101,7 +100,6 @@ class _Usable:
         raise SchemaError(f"{where}: propertyNames can be enforced with an enum or a pattern only")
 
     def _found(self, schema: Any) -> Mapping[str, Any]:
-        """Resolve a schema's reference, if it is one."""
         target: Any = schema
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if isinstance(reference, str) and reference.startswith("#"):

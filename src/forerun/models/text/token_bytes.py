@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 SPACE = "▁"
-"""SentencePiece's space."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 
@@ -20,13 +19,13 @@ class TokenBytes:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._known: dict[int, bytes] = {}
+        self._bytes: dict[int, bytes] = {}
 
     def __call__(self, token: int) -> bytes:
         """Return a token's bytes; a special token's are its name, and those of a token without a name are empty."""
-        if token not in self._known:
-            self._known[token] = self._find(token)
-        return self._known[token]
+        if token not in self._bytes:
+            self._bytes[token] = self._find(token)
+        return self._bytes[token]
 
     def skipped(self, token: int) -> bool:
         """Return whether decoded text omits the token."""
