@@ -66,7 +66,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("command", "message"), WRONG)
-def test_a_wrong_setting_is_named_in_the_last_line_with_status_2_and_nothing_is_written(command, message, tmp_path, monkeypatch):
+def test_a_wrong_setting_is_named_in_the_last_line_with_status_2_and_nothing_is_written(
+    command, message, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, command.split())
     assert done.exit_code == 2, done.output
