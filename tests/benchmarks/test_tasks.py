@@ -11,11 +11,9 @@ from typer.testing import CliRunner
 from benchmarks.__main__ import app
 from benchmarks.reporting.update_pages import (
     draw_slowness,
-    draw_tasks,
     into_page,
     short_slowness,
     slowness_table,
-    tasks_page,
 )
 from benchmarks.studies import exact_texts
 from benchmarks.tasks.continuations import continuations
@@ -112,25 +110,6 @@ def test_the_short_table_counts_the_cells_of_the_long_one(tmp_path):
     ]
     draw_slowness(page, tmp_path / "plot.svg")
     assert "<svg" in (tmp_path / "plot.svg").read_text()
-
-
-def test_the_page_of_task_results_has_each_report_and_a_panel_for_it(tmp_path):
-    reports = {}
-    for dtype in ("float32", "bfloat16"):
-        reports[dtype] = tmp_path / dtype / "speed.json"
-        reports[dtype].parent.mkdir()
-        speeds = {"transformers greedy": 20.0, "forerun none": 44.0}
-        rows = [{"task": "maths", "contestant": name, "tokens_per_second": speed, "slowest": speed - 1,
-                 "fastest": speed + 2} for name, speed in speeds.items()]  # fmt: skip
-        machine = {"processor": "Some", "threads": 2, "device": "cpu", "torch": "2.13.0"}
-        reports[dtype].write_text(json.dumps({"machine": machine, "settings": {"model": "runs/Small"}, "rows": rows}))
-        reports[dtype].with_suffix(".md").write_text(f"table of {dtype}\n")
-    page = tasks_page(reports)
-    assert "table of float32" in page and "## bfloat16" in page and "Measured on " in page
-    draw_tasks(reports, tmp_path / "tasks.svg")
-    drawn = (tmp_path / "tasks.svg").read_text()
-    draw_tasks(reports, tmp_path / "again.svg")
-    assert drawn.count('<g id="axes_') == 2 and drawn == (tmp_path / "again.svg").read_text()
 
 
 def test_jobs_are_seeded_and_say_what_they_cannot_do():

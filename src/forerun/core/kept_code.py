@@ -48,7 +48,7 @@ class KeptCode(FunctionCache):  # type: ignore[misc]  # numba has no types
     """The machine code of one function, by signature.
 
     ``suffix`` is that of the file names. Code with another ``stamp`` of the function's sources is removed. Raises
-    RuntimeError if no folder is writable, and TypeError if the closure holds more than constants: numba looks for code
+    RuntimeError if no folder is writable, and TypeError if the closure holds more than integers: numba looks for code
     by the closure, in which compiled functions differ from process to process.
     """
 
@@ -56,7 +56,7 @@ class KeptCode(FunctionCache):  # type: ignore[misc]  # numba has no types
 
     def __init__(self, function: Callable[..., Any], suffix: str, stamp: str) -> None:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            if not isinstance(cell.cell_contents, int | str | tuple):
+            if not isinstance(cell.cell_contents, int):
                 raise TypeError(
                     f"{function.__qualname__} must get {name} from its module: code is found by the closure"
                 )
