@@ -1,7 +1,5 @@
 """What studies, reproduces or trains is tested by ``make matrix``; ``make test`` does not look into this folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

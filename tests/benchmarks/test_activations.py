@@ -1,9 +1,6 @@
 """The study of quantised activations: divergences are those of the formula, and zero for the same model."""
 
-from __future__ import annotations
-
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +24,7 @@ def read(model: PreTrainedModel) -> Reader:
     return partial(log_probabilities, model)
 
 
-def test_divergences_are_those_of_the_distributions() -> None:
+def test_divergences_are_those_of_the_distributions():
     exact, other = kept("llama", torch.float32), kept("qwen2", torch.float32)
     pieces = [torch.arange(20)[None], torch.arange(7)[None] + 30]
     same, different = compare(read(exact), {"same": read(exact), "other": read(other)}, pieces)
@@ -44,7 +41,7 @@ def test_divergences_are_those_of_the_distributions() -> None:
     assert different["exact_perplexity"] == same["perplexity"] != different["perplexity"]
 
 
-def test_another_engine_s_logits_are_read_from_its_file(tmp_path: Path) -> None:
+def test_another_engine_s_logits_are_read_from_its_file(tmp_path):
     ids = torch.tensor([[5, 7, 9]])
     with Peer("support.fake_peer", {"folder": str(tmp_path), "threads": 1}) as peer:
         found = read_by(peer, tmp_path / "logits.npy", ids)
@@ -53,7 +50,7 @@ def test_another_engine_s_logits_are_read_from_its_file(tmp_path: Path) -> None:
     assert found.argmax(-1).tolist() == [5, 7]
 
 
-def test_divergences_of_texts_are_weighted_by_their_tokens() -> None:
+def test_divergences_of_texts_are_weighted_by_their_tokens():
     rows = [{"file": "m", "who": "int8", "tokens": n, "divergence": d} for n, d in ((10, 0.1), (30, 0.5))]
     assert divergences(rows).splitlines()[-1] == "| m | 4.00e-01 |"
     rows += [{"file": file, "who": "stored", "tokens": 1, "divergence": 0.3} for file in "mn"]
@@ -65,16 +62,16 @@ def test_divergences_of_texts_are_weighted_by_their_tokens() -> None:
     ]
 
 
-def test_texts_are_cut_into_pieces_of_at_most_a_window() -> None:
+def test_texts_are_cut_into_pieces_of_at_most_a_window():
     assert [len(piece[0]) for piece in windows(range(2000), 1100)] == [512, 512, 76]
     assert [len(piece[0]) for piece in windows(range(514), 9999)] == [512, 2]
     assert [len(piece[0]) for piece in windows(range(513), 9999)] == [512]
 
 
-def test_three_kinds_of_text_are_at_hand() -> None:
+def test_three_kinds_of_text_are_at_hand():
     assert all(len(text) > 20_000 for text in texts(None).values()) and len(texts(None)) == 3
 
 
-def test_a_model_is_needed() -> None:
+def test_a_model_is_needed():
     with pytest.raises(ValueError, match="--model"):
         ActivationsOptions()

@@ -1,7 +1,5 @@
 """``python -m benchmarks serve``: what is asked, what is made of the answers, and that load may change no text."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import socket
@@ -11,7 +9,6 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, pstdev
-from typing import Any
 
 import pytest
 from support.live_server import LiveServer
@@ -55,7 +52,7 @@ def server() -> Iterator[LiveServer]:
     built.close()
 
 
-def test_arrivals_are_those_of_a_poisson_process_and_follow_from_the_seed() -> None:
+def test_arrivals_are_those_of_a_poisson_process_and_follow_from_the_seed():
     found = arrivals(5.0, 4001, 3)
     gaps = [after - before for before, after in pairwise(found)]
     assert found[0] == 0 and min(gaps) > 0
@@ -66,7 +63,7 @@ def test_arrivals_are_those_of_a_poisson_process_and_follow_from_the_seed() -> N
     assert found == arrivals(5.0, 4001, 3) != arrivals(5.0, 4001, 4)
 
 
-def test_percentiles_are_right() -> None:
+def test_percentiles_are_right():
     assert percentile([], 50) is None
     assert percentile([3.0], 99) == 3.0
     assert percentile([4.0, 1.0, 3.0, 2.0, 5.0], 50) == 3.0
@@ -74,7 +71,7 @@ def test_percentiles_are_right() -> None:
     assert percentile([0.0, 1.0], 50) == 0.5
 
 
-def test_requests_are_mixed_and_no_level_knows_the_answers_of_another() -> None:
+def test_requests_are_mixed_and_no_level_knows_the_answers_of_another():
     found = mixed(PROMPTS, [2, 8], 0.5, 7)
     assert [request.task for request in found[:4]] == ["json", "rag", "json", "rag"]
     assert [request.temperature for request in found] == [0, 0, 0.5, 0.5] * 2
@@ -87,7 +84,7 @@ def test_requests_are_mixed_and_no_level_knows_the_answers_of_another() -> None:
     assert [request for level in levels for request in level.requests] == many
 
 
-def test_a_stream_is_understood_wherever_it_is_cut() -> None:
+def test_a_stream_is_understood_wherever_it_is_cut():
     told = [
         {"choices": [{"text": "a\u20ac", "finish_reason": None}]},
         {"choices": [{"text": "b", "finish_reason": None}]},
@@ -116,7 +113,7 @@ def test_a_stream_is_understood_wherever_it_is_cut() -> None:
         ({"error": "ReadError: gone"}, "gone"),
     ],
 )
-def test_what_is_no_whole_answer_is_an_error_and_counts_as_that_alone(reply: Any, error: str) -> None:
+def test_what_is_no_whole_answer_is_an_error_and_counts_as_that_alone(reply, error):
     (request,) = requests_of(1)
     broken = parsed(Reply(request, **reply))
     assert error in str(broken.error) and broken.digest is None
@@ -125,14 +122,14 @@ def test_what_is_no_whole_answer_is_an_error_and_counts_as_that_alone(reply: Any
     assert row["first_p50"] == 0.5 and row["gap_p99"] == pytest.approx(0.1) and row["each_p50"] == pytest.approx(0.1)
 
 
-def test_medians_are_over_rounds_and_counts_are_sums() -> None:
+def test_medians_are_over_rounds_and_counts_are_sums():
     (request,) = requests_of(1)
     found = medians([figures([answered(request, [0.5], seconds, 4)], seconds, 0.0) for seconds in (1.0, 2.0, 4.0)])
     assert (found["tokens_per_second"], found["slowest"], found["fastest"]) == (2.0, 1.0, 4.0)
     assert (found["requests"], found["rounds"], found["gap_p50"]) == (3, 3, None)
 
 
-def test_the_parts_of_a_loads_time_and_what_is_idle_are_all_of_it() -> None:
+def test_the_parts_of_a_loads_time_and_what_is_idle_are_all_of_it():
     (request,) = requests_of(1)
     parts = {"read": 1.0, "propose": 0.25, "score": 0.5, "verify": 0.25, "other": 0.5}
     row = figures([answered(request, [0.5], 4.0, 8)], 4.0, 0.0, parts)
@@ -144,7 +141,7 @@ def test_the_parts_of_a_loads_time_and_what_is_idle_are_all_of_it() -> None:
     )
 
 
-def test_the_times_between_chunks_count_if_a_part_of_them_is_in_the_window() -> None:
+def test_the_times_between_chunks_count_if_a_part_of_them_is_in_the_window():
     (request,) = requests_of(1)
     answers = [answered(request, [0.0, 1.0, 3.0, 6.0, 10.0], 11.0, 9)]
     assert gaps(answers, 2.0, 4.0, whole=False) == [2.0, 3.0]
@@ -184,9 +181,7 @@ def bench_of(
     return ServeBench(contestants, rounds, start, journal, save), started
 
 
-def test_all_is_measured_and_written_and_a_round_that_is_known_is_not_measured_again(
-    server: LiveServer, tmp_path: Path
-) -> None:
+def test_all_is_measured_and_written_and_a_round_that_is_known_is_not_measured_again(server, tmp_path):
     absent = ServerContestant(servers.TRANSFORMERS, (), "x", False)
     rounds = [one_round(long=True), one_round()]
     measured, started = bench_of(server, tmp_path, [PLAIN, OURS, absent], rounds)
@@ -212,9 +207,7 @@ def test_all_is_measured_and_written_and_a_round_that_is_known_is_not_measured_a
     assert started == [PLAIN.name, OURS.name]
 
 
-def test_what_was_measured_is_written_when_a_later_load_fails(
-    server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_measured_is_written_when_a_later_load_fails(server, tmp_path, monkeypatch):
     run = client.run
 
     def fails(endpoint: ServerEndpoint, level: Level, extension: client.Extension) -> client.LoadRun:
@@ -229,7 +222,7 @@ def test_what_was_measured_is_written_when_a_later_load_fails(
     assert (row["load"], row["requests"]) == ("2 clients", 4)
 
 
-def test_a_text_that_load_has_changed_is_found() -> None:
+def test_a_text_that_load_has_changed_is_found():
     same = {str(request.seed): "same" for request in one_round().requests}
     changed = same | {str(one_round().requests[0].seed): "another"}
     alone = {"compared": 2, "same": 2, "exact": True}
@@ -244,9 +237,7 @@ def test_a_text_that_load_has_changed_is_found() -> None:
     assert load_report.changed(load_report.output_rows([turn], [one_round()])) == []
 
 
-def test_a_request_of_ours_that_was_not_answered_is_found_and_counted_over_all_loads(
-    server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_of_ours_that_was_not_answered_is_found_and_counted_over_all_loads(server, tmp_path, monkeypatch):
     run = client.run
 
     def loses_one(endpoint: ServerEndpoint, level: Level, extension: client.Extension) -> client.LoadRun:
@@ -264,7 +255,7 @@ def test_a_request_of_ours_that_was_not_answered_is_found_and_counted_over_all_l
     assert list(load_report.unanswered(turns)) == [f"{PLAIN.name}: a long prompt was not answered: status 400"]
 
 
-def test_of_a_long_prompt_that_was_refused_only_the_error_is_told() -> None:
+def test_of_a_long_prompt_that_was_refused_only_the_error_is_told():
     (request,) = requests_of(1)
     assert long_row(answered(request, (), 0.1, 0, "status 400"), [answered(request, (1.0, 2.0), 2.0, 2)]) == {
         "error": "status 400"
@@ -277,19 +268,19 @@ def test_of_a_long_prompt_that_was_refused_only_the_error_is_told() -> None:
     assert f"Not measured: {OURS.name}: status 400." in report.text["long"]
 
 
-def test_nothing_is_said_of_texts_that_were_not_compared() -> None:
+def test_nothing_is_said_of_texts_that_were_not_compared():
     alone = {"compared": 0, "same": 0, "exact": True}
     report = Report("Load", {})
     load_report.fill(report, [{PLAIN.name: {"texts": {}, "alone": alone}}], [one_round()], False)
     assert "No output was compared." in report.text["texts"] and "changed no output" not in report.text["texts"]
 
 
-def test_texts_to_check_are_greedy_and_from_all_over_the_load() -> None:
+def test_texts_to_check_are_greedy_and_from_all_over_the_load():
     found = sample(requests_of(8), 2)
     assert [requests_of(8).index(request) for request in found] == [0, 4]
 
 
-def test_a_server_that_nobody_reaches_is_an_error(server: LiveServer, tmp_path: Path) -> None:
+def test_a_server_that_nobody_reaches_is_an_error(server, tmp_path):
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))  # bound, so that nobody else listens there, and not listening
         measured, _ = bench_of(server, tmp_path, [PLAIN], [one_round()])
@@ -303,7 +294,7 @@ def test_a_server_that_nobody_reaches_is_an_error(server: LiveServer, tmp_path: 
             measured.run()
 
 
-def test_a_server_that_ends_at_once_is_quoted(tmp_path: Path) -> None:
+def test_a_server_that_ends_at_once_is_quoted(tmp_path):
     subject = ServedModel("bundled", find("bundled"), "float32", "cpu")
     broken = dataclasses.replace(
         servers.forerun(subject, "none"), command=[*servers.forerun(subject, "none").command[:3], "nonsense"]
@@ -315,7 +306,7 @@ def test_a_server_that_ends_at_once_is_quoted(tmp_path: Path) -> None:
         pass
 
 
-def test_commands_serve_the_same_files_in_the_same_type() -> None:
+def test_commands_serve_the_same_files_in_the_same_type():
     subject = ServedModel("bundled", find("bundled"), "float32", "cpu")
     ours, theirs = servers.forerun(subject, None), servers.transformers(subject)
     assert "--drafter" not in ours.command and ours.name == "forerun"
@@ -333,26 +324,7 @@ def test_commands_serve_the_same_files_in_the_same_type() -> None:
     assert "FORERUN_DRAFTER" not in servers.environment({"FORERUN_DRAFTER": "none", "HOME": "/"})
 
 
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        (["--concurrency", "0", "--rates", "0"], "give a load"),
-        (["--contestants", "none,none"], "each may be there once"),
-        (["--contestants", "never"], "never"),
-        (["--lengths", "0"], "--lengths"),
-        (["--tasks", "sums"], "sums"),
-        (["--tasks", "maths"], "no task is left"),
-        (["--lengths", "999999"], "positions"),
-        (["--long", "999999"], "positions"),
-    ],
-)
-def test_bad_input_fails_before_any_work(flags: list[str], told: str, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["server", "load", "--out", str(tmp_path / "out"), *flags])
-    assert done.exit_code == 2 and told in done.output
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_command_fails_if_load_has_changed_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_fails_if_load_has_changed_a_text(tmp_path, monkeypatch):
     alone = {"compared": 2, "same": 1, "exact": True}
 
     def run(measured: ServeBench) -> list[Turn]:

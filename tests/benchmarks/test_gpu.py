@@ -1,7 +1,5 @@
 """The command for GPUs, on a CPU: each part's code at its smallest size, in Triton's interpreter."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -30,14 +28,14 @@ def rows_of(name: str, out: Path) -> list[Any]:
     return [json.loads(line) for line in rows_file(out, name).read_text().splitlines()]
 
 
-def test_seven_parts_have_345_seconds_and_each_goal_has_a_part() -> None:
+def test_seven_parts_have_345_seconds_and_each_goal_has_a_part():
     assert sum(PART_SECONDS.values()) == 345 and list(PART_SECONDS) == list(PARTS)
     assert {goal.part for goal in GOALS} <= {*PARTS}
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", PARTS)
-def test_a_part_runs_at_its_smallest_size(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_runs_at_its_smallest_size(name, tmp_path, monkeypatch):
     interpret_products(monkeypatch)
     measure(name, GpuBench.smallest(), tmp_path)
     rows = rows_of(name, tmp_path)
@@ -60,7 +58,7 @@ def test_a_part_runs_at_its_smallest_size(name: str, tmp_path: Path, monkeypatch
         assert goal["wanted"] and goal["met"] in (True, False)
 
 
-def test_a_line_of_json_as_each_part_ends(tmp_path: Path) -> None:
+def test_a_line_of_json_as_each_part_ends(tmp_path):
     done = call("--dry-run", "--parts", "machine", "--out", tmp_path)
     assert done.exit_code == 0, done.output
     [line] = [json.loads(each) for each in done.stdout.splitlines() if each.startswith("{")]
@@ -68,16 +66,14 @@ def test_a_line_of_json_as_each_part_ends(tmp_path: Path) -> None:
     assert line == json.loads((tmp_path / "gpu.jsonl").read_text()) and line["rows"] == rows_of("machine", tmp_path)
 
 
-def test_a_part_is_ended_after_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_is_ended_after_its_time(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_command, "DRY_RUN_SECONDS", 0.01)
     done = call("--dry-run", "--parts", "bits", "--out", tmp_path)
     [line] = [json.loads(each) for each in done.stdout.splitlines() if each.startswith("{")]
     assert line["ended"] == "stopped" and line["rows"] == [] and line["seconds"] < 5
 
 
-def test_an_error_is_a_row_and_what_was_measured_before_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_is_a_row_and_what_was_measured_before_is_kept(tmp_path, monkeypatch):
     def failing(bench: GpuBench) -> Any:
         yield {"kernel": "product"}
         raise RuntimeError("CUDA error: an illegal memory access\nand more")
@@ -92,15 +88,13 @@ def test_an_error_is_a_row_and_what_was_measured_before_is_kept(
 @pytest.mark.parametrize(
     ("arguments", "message"), [((), "there is no GPU; --dry-run"), (("--parts", "none"), "--parts")]
 )
-def test_wrong_calls_end_before_any_part(
-    arguments: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_calls_end_before_any_part(arguments, message, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     done = call(*arguments, "--out", tmp_path / "out")
     assert done.exit_code == 2 and message in done.stderr and not (tmp_path / "out").exists()
 
 
-def test_kernels_times_and_the_gaps_before_them() -> None:
+def test_kernels_times_and_the_gaps_before_them():
     events = [KernelEvent("a", 0, 4), KernelEvent("b", 5, 7), KernelEvent("a", 9, 13), KernelEvent("b", 13, 16)]
     assert kernel_rows(events) == [
         {"kernel": "a", "calls": 2, "microseconds": 4, "gap": 2},
@@ -109,7 +103,7 @@ def test_kernels_times_and_the_gaps_before_them() -> None:
     assert kernel_rows([]) == []
 
 
-def test_goals_take_the_worst_figure_and_of_speed_ups_the_best() -> None:
+def test_goals_take_the_worst_figure_and_of_speed_ups_the_best():
     shares = [{"context": 2048, "share_of_bandwidth": share} for share in (0.9, 0.7)]
     kernels = reached("kernels", [*shares, {"context": 2048, "kernel": "_sums"}])
     assert [(row["reached"], row["met"]) for row in kernels] == [(0.7, False)]

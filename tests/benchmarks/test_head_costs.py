@@ -1,9 +1,6 @@
 """The commands that measure heads: they count what they say they count; no time is asserted."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 from support.heads import eagle3
@@ -17,7 +14,7 @@ from forerun.models.heads import shortlist
 from forerun.models.loading.load import load
 
 
-def test_what_a_head_costs_is_counted_in_plain_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_head_costs_is_counted_in_plain_passes(tmp_path, monkeypatch):
     monkeypatch.setitem(head_costs.MODELS, "tiny", ModelShape(9, 64, 64, 4, 2, 16384, 16))
     head_costs.run(HeadsOptions(models="tiny", rounds=2, out=tmp_path))
     rows = json.loads((tmp_path / "heads.json").read_text())["parts"]["heads"]
@@ -26,7 +23,7 @@ def test_what_a_head_costs_is_counted_in_plain_passes(tmp_path: Path, monkeypatc
     assert "| tiny | all |" in (tmp_path / "heads.md").read_text()
 
 
-def test_costs_are_scaled_to_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_are_scaled_to_all_layers(monkeypatch):
     """By a clock on which everything takes 1 s, a layer takes no time and a pass as long as a level."""
     monkeypatch.setitem(head_costs.MODELS, "tiny", ModelShape(9, 64, 64, 4, 2, 16384, 16))
     ticks = iter(range(10_000))
@@ -35,12 +32,12 @@ def test_costs_are_scaled_to_all_layers(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("models", ["qwen3.5-1b", ""])
-def test_an_unknown_shape_is_refused(models: str) -> None:
+def test_an_unknown_shape_is_refused(models):
     with pytest.raises(ValueError, match="--models"):
         HeadsOptions(models=models)
 
 
-def test_a_head_is_compared_with_the_trie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_is_compared_with_the_trie(tmp_path, monkeypatch):
     """With and without shortlists, greedy and sampled; no text differs."""
     monkeypatch.setattr(shortlist, "OWN_TOKENS", 64)
     monkeypatch.setattr(evaluate_head, "load", lambda *args: load("bundled-draft", "float32"))

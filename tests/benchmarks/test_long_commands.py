@@ -1,8 +1,6 @@
 """``python -m benchmarks triforce`` on a model from a folder: what it reads, refuses and has written when it is cut
 off."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path
@@ -46,7 +44,7 @@ def measured(saved: str, texts: list[str], out: Path, *more: str) -> Result:
     return CliRunner().invoke(app, ["papers", "triforce", "-m", saved, *FEW, *LITTLE, *texts, "--out", str(out), *more])
 
 
-def test_rows_of_a_batch_are_of_equal_context_if_asked_for(saved: str, tmp_path: Path) -> None:
+def test_rows_of_a_batch_are_of_equal_context_if_asked_for(saved, tmp_path):
     texts = books(tmp_path, 400)
     more = ["--batches", "2,3", "--batch-context", "150", "--batch-temperatures", "0", "--json"]
     done = measured(saved, texts, tmp_path / "out", "--parts", "temperatures,batches", *more)
@@ -61,20 +59,13 @@ def test_rows_of_a_batch_are_of_equal_context_if_asked_for(saved: str, tmp_path:
         assert row["context"] == 150 and row["batch"] in (2, 3) and row["same_output"] == 1
 
 
-def test_texts_that_are_too_short_are_refused_before_anything_is_read(saved: str, tmp_path: Path) -> None:
+def test_texts_that_are_too_short_are_refused_before_anything_is_read(saved, tmp_path):
     done = measured(saved, books(tmp_path, 2), tmp_path / "out", "--parts", "temperatures", "--prompts", "2")
     assert done.exit_code == 2 and "prefilling" not in done.stderr
     assert "1.txt gives" in done.stderr and "for prompt 2; 200 are needed" in done.stderr
 
 
-def test_a_drafter_without_the_small_model_it_needs_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:
-    done = measured("./nowhere", [], tmp_path / "out", "--drafters", "low-rank,streaming")
-    assert done.exit_code == 2 and "drafter streaming needs a small model: --draft-model" in done.stderr
-
-
-def test_what_was_measured_is_written_when_a_later_prompt_or_part_fails(
-    saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_measured_is_written_when_a_later_prompt_or_part_fails(saved, tmp_path, monkeypatch):
     texts = books(tmp_path, 400)
 
     def fails(bench: TriforceBench, size: int) -> object:
@@ -89,7 +80,7 @@ def test_what_was_measured_is_written_when_a_later_prompt_or_part_fails(
     assert not list((tmp_path / "out").glob("*.part"))
 
 
-def test_a_model_stretched_by_yarn_reads_beyond_its_positions(saved: str, tmp_path: Path) -> None:
+def test_a_model_stretched_by_yarn_reads_beyond_its_positions(saved, tmp_path):
     plain, _ = load(saved)
     model, _ = load(saved)
     stretch_model(model, 2.5)
@@ -108,7 +99,7 @@ def test_a_model_stretched_by_yarn_reads_beyond_its_positions(saved: str, tmp_pa
     assert done.exit_code == 0 and "Every output equals" in done.stdout
 
 
-def test_a_model_without_plain_rotary_positions_is_not_stretched() -> None:
+def test_a_model_without_plain_rotary_positions_is_not_stretched():
     for name, found in (("gpt2", "it has none"), ("llama, yarn", "it has rope_type 'yarn'")):
         with pytest.raises(ValueError, match=f"YaRN needs a model with plain rotary positions .*{found}"):
             stretch(tiny(name).config, 2)
@@ -116,7 +107,7 @@ def test_a_model_without_plain_rotary_positions_is_not_stretched() -> None:
         stretch(tiny("llama").config, 1)
 
 
-def test_keys_and_values_off_the_device_change_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_and_values_off_the_device_change_no_output(tmp_path, monkeypatch):
     engines: list[Engine] = []
 
     def engine(*given: Any, **options: Any) -> Engine:

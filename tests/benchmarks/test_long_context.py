@@ -1,20 +1,15 @@
 """Measuring long contexts on tiny ones: what is compared, computed and reported is right; no time is asserted."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.tiny import tiny
-from typer.testing import CliRunner
 
-from benchmarks.__main__ import app
 from benchmarks.capacity.gpu_cost import chain_seconds, expected_tokens
 from benchmarks.capacity.shapes import ModelShape, random_model
 from benchmarks.long_context import long_bench as longcontext
@@ -52,7 +47,7 @@ def engine() -> Engine:
 # --- measuring
 
 
-def test_contestants_give_plain_s_text_and_rows_say_so(engine: Engine) -> None:
+def test_contestants_give_plain_s_text_and_rows_say_so(engine):
     bench = LongBench(engine, rounds=2)
     rows = [prefill(engine, PROMPT[:length], 40) for length in (90, 61)]
     series = bench.run([rows], DRAFTERS, SETTINGS, sampled(0.7, 10))
@@ -65,7 +60,7 @@ def test_contestants_give_plain_s_text_and_rows_say_so(engine: Engine) -> None:
     assert len(series[0].runs[0]) == 2
 
 
-def test_prefill_time_of_a_shorter_context_is_what_had_passed_by_then(engine: Engine) -> None:
+def test_prefill_time_of_a_shorter_context_is_what_had_passed_by_then(engine):
     whole = Prefilled(PROMPT, engine.prefill(PROMPT), [(32, 1.0), (64, 3.0), (89, 5.0)])
     assert whole.seconds == 5
     cut = Prefilled(whole.tokens[:49], whole.cache, whole.read)
@@ -75,7 +70,7 @@ def test_prefill_time_of_a_shorter_context_is_what_had_passed_by_then(engine: En
     assert whole.cache.length == 48
 
 
-def test_a_long_prefill_says_now_and_then_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prefill_says_now_and_then_how_far_it_is(monkeypatch):
     lines: list[str] = []
     monkeypatch.setattr(longcontext, "say", lines.append)
     times = iter([0.0, 4.0, 11.0, 11.0, 15.0, 30.0, 30.0])
@@ -86,7 +81,7 @@ def test_a_long_prefill_says_now_and_then_how_far_it_is(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("length", [90, 61])
-def test_a_rewound_prompt_has_the_queries_that_its_last_pass_left(engine: Engine, length: int) -> None:
+def test_a_rewound_prompt_has_the_queries_that_its_last_pass_left(engine, length):
     """So that a sparse cache chooses before the first token, as behind a prompt that was just read."""
     prompt = shortened(engine, prefill(engine, PROMPT, 40), length)
     expected = engine.prefill(PROMPT[:length]).queries
@@ -99,7 +94,7 @@ def test_a_rewound_prompt_has_the_queries_that_its_last_pass_left(engine: Engine
             assert torch.allclose(queries[:, :, -1], expected[layer][:, :, -1], atol=1e-12)
 
 
-def test_who_has_all_tokens_from_the_first_step_is_refused_by_a_sentence(engine: Engine) -> None:
+def test_who_has_all_tokens_from_the_first_step_is_refused_by_a_sentence(engine):
     with pytest.raises(
         ValueError, match="none has all tokens from its first step, which is not timed; raise --max-new"
     ):
@@ -111,7 +106,7 @@ def run_of(seconds: float, text: list[int], accepted: list[int]) -> LongRun:
     return LongRun([text], 0.5, seconds, len(text) - 1, [stats])
 
 
-def test_speed_is_by_medians_and_spread_by_rounds() -> None:
+def test_speed_is_by_medians_and_spread_by_rounds():
     plain = LongSeries("none", [[run_of(s, [1] * 9, []) for s in (4.0, 8.0, 4.0)]], [10.0])
     fast = LongSeries("x", [[run_of(s, [1] * 9, [4, 3, 0]) for s in (2.0, 2.0, 1.0)]], [10.0])
     assert longcontext.acceptance([run.stats[0] for run in fast.runs[0]]) == 7 / 9
@@ -125,7 +120,7 @@ def test_speed_is_by_medians_and_spread_by_rounds() -> None:
     assert row["time_to_first_token"] == 10.5
 
 
-def test_of_one_round_the_speed_up_is_its_slowest_and_fastest() -> None:
+def test_of_one_round_the_speed_up_is_its_slowest_and_fastest():
     plain = LongSeries("none", [[run_of(4.0, [1] * 9, [])], [run_of(1.0, [1] * 5, [])]], [None, None])
     fast = LongSeries("x", [[run_of(1.0, [1] * 9, [4, 3])], [run_of(1.0, [1] * 5, [2])]], [None, None])
     for stats in (run.stats[0] for rounds in plain.runs for run in rounds):
@@ -135,9 +130,7 @@ def test_of_one_round_the_speed_up_is_its_slowest_and_fastest() -> None:
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.data())
-def test_the_speed_up_is_never_beyond_the_slowest_and_fastest_round(
-    prompts: int, rounds: int, data: st.DataObject
-) -> None:
+def test_the_speed_up_is_never_beyond_the_slowest_and_fastest_round(prompts, rounds, data):
     def run() -> LongRun:
         return run_of(data.draw(st.floats(0.1, 10)), [1] * 9, [1])
 
@@ -159,7 +152,7 @@ def plain(engine: Engine, tokens: list[int], new_tokens: int) -> list[int]:
 # --- needles
 
 
-def test_a_haystack_holds_what_it_asks_for() -> None:
+def test_a_haystack_holds_what_it_asks_for():
     texts = Texts(lambda text: list(text.encode()))
     found = needles.build(texts, 0, 4000, 5)
     text = bytes(found.text).decode()
@@ -173,7 +166,7 @@ def test_a_haystack_holds_what_it_asks_for() -> None:
 
 
 @pytest.mark.parametrize("name", SPARSE)
-def test_alone_over_a_cache_that_holds_everything_is_plain(engine: Engine, name: str) -> None:
+def test_alone_over_a_cache_that_holds_everything_is_plain(engine, name):
     text, question = PROMPT[:70], PROMPT[70:]
     read = needles.read_text(engine, Haystack(text, [NeedleQuestion(question, [1])]), 60)
     assert read.cache.length == 70
@@ -184,7 +177,7 @@ def test_alone_over_a_cache_that_holds_everything_is_plain(engine: Engine, name:
     assert alone.generate(question[:5], 8)[0] == plain(engine, PROMPT[:75], 8)
 
 
-def test_accuracy_counts_right_answers_of_all_contestants(engine: Engine) -> None:
+def test_accuracy_counts_right_answers_of_all_contestants(engine):
     text, asked = PROMPT[:70], [PROMPT[70:80], PROMPT[80:]]
     answers = [plain(engine, [*text, *question], 4) for question in asked]
     right, wrong = NeedleQuestion(asked[0], answers[0]), NeedleQuestion(asked[1], [answers[1][0] + 1])
@@ -199,7 +192,7 @@ def test_accuracy_counts_right_answers_of_all_contestants(engine: Engine) -> Non
 # --- what a hierarchy gives
 
 
-def test_expected_tokens_of_a_chain_are_those_of_every_outcome() -> None:
+def test_expected_tokens_of_a_chain_are_those_of_every_outcome():
     for drafts, a in itertools.product((0, 1, 3), (0.0, 0.4, 1.0)):
         total = 0.0
         for hits in itertools.product((True, False), repeat=drafts):
@@ -210,7 +203,7 @@ def test_expected_tokens_of_a_chain_are_those_of_every_outcome() -> None:
         assert expected_tokens(a, drafts) == pytest.approx(total)
 
 
-def test_drafting_time_is_that_of_played_rounds() -> None:
+def test_drafting_time_is_that_of_played_rounds():
     def middle(tokens: int) -> float:
         return 1.5 + 0.5 * tokens
 
@@ -237,9 +230,7 @@ def simulator() -> Engine:
 @pytest.mark.parametrize(
     ("drafter", "accepted", "inner"), [("triforce", 0.8, 0.5), ("retrieval", 0.8, None), ("streaming", 0.5, None)]
 )
-def test_simulated_acceptance_is_what_was_stated(
-    simulator: Engine, drafter: str, accepted: float, inner: float | None
-) -> None:
+def test_simulated_acceptance_is_what_was_stated(simulator, drafter, accepted, inner):
     settings = LongContextConfig(random_model(SHAPE, torch.float32), 2, 4, False, 24, 4, window=8)
     prompt = random_prompt(simulator.target, 100, 180, 48)
     series = LongBench(simulator, 1).run([[prompt]], [drafter], settings, simulated(0.8, 0.5, 160, 48))
@@ -250,13 +241,13 @@ def test_simulated_acceptance_is_what_was_stated(
     assert row["time_to_first_token"] is None  # nothing was read
 
 
-def test_a_random_prompt_has_keys_and_values_for_all_but_its_last_token(simulator: Engine) -> None:
+def test_a_random_prompt_has_keys_and_values_for_all_but_its_last_token(simulator):
     prompt = random_prompt(simulator.target, 50, 10, 48)
     assert prompt.cache.length == 49 and len(prompt.tokens) == 50
     assert prompt.cache.read(0, 0, 49)[0].shape == (1, 2, 49, 8)
 
 
-def test_shapes_are_checked() -> None:
+def test_shapes_are_checked():
     assert ModelShape.parse("1,32,48,4,2,48") == SHAPE
     assert ModelShape.parse("llama-2-7b").layers == 32
     for text in ("llama-9", "1,2,3", "2,30,48,4,2,48", "2,32,48,4,3,48"):
@@ -269,7 +260,7 @@ def test_shapes_are_checked() -> None:
 # --- texts, tables, the command
 
 
-def test_texts_are_cut_from_files_in_turn(tmp_path: Path) -> None:
+def test_texts_are_cut_from_files_in_turn(tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(name * 100)
     texts = Texts.read([tmp_path], lambda text: list(text.encode()))
@@ -282,7 +273,7 @@ def test_texts_are_cut_from_files_in_turn(tmp_path: Path) -> None:
     assert len(Texts.read([], lambda text: list(text.encode())).tokens(0, 500)) == 500
 
 
-def test_files_and_folders_are_read_in_the_order_they_are_given(tmp_path: Path) -> None:
+def test_files_and_folders_are_read_in_the_order_they_are_given(tmp_path):
     for name in ("z.txt", "folder/b.md", "folder/a.txt", "folder/c.png"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -290,7 +281,7 @@ def test_files_and_folders_are_read_in_the_order_they_are_given(tmp_path: Path) 
     assert list(texts.names) == ["z.txt", "a.txt", "b.md"] and texts.bodies[2] == "folder/b.md"
 
 
-def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_text_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "picture").write_bytes(b"\x89PNG")
     for name, message in {
@@ -302,25 +293,6 @@ def test_what_is_no_text_is_refused(tmp_path: Path) -> None:
             Texts.read([tmp_path / name], lambda text: [])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("papers", "triforce", "--contexts", "a"), "--contexts is 'a'; it must be numbers"),
-        (("papers", "triforce", "--contexts", "8"), "no number may be below 16"),
-        (("papers", "triforce", "--parts", "x"), "--parts has 'x'; known are temperatures"),
-        (("papers", "triforce", "--drafters", "magic"), "drafter is 'magic'"),
-        (("papers", "triforce", "--drafters", "none"), "measured in any case"),
-        (("papers", "triforce", "--text", "no.txt"), "--text is no.txt; there is no such"),
-        (("papers", "triforce", "--yarn", "1"), "--yarn is 1; it must be above 1"),
-        (("papers", "triforce", "--contexts", "200000"), "the model has 131,072; give a shorter context, or --yarn 2"),
-        (("papers", "triforce", "--batches", "2", "--batch-context", "200000"), "the model has 131,072"),
-    ],
-)
-def test_wrong_options_are_refused_in_one_line(arguments: tuple[str, ...], message: str) -> None:
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 2 and message in done.stderr and done.stderr.count("\n") == 1
-
-
-def test_random_keys_come_with_queries_to_choose_by() -> None:
+def test_random_keys_come_with_queries_to_choose_by():
     engine = Engine(random_model(ModelShape(1, 64, 64, 2, 2, 64), torch.float32), "none")
     assert set(random_prompt(engine.target, 40, 8, 64).queries) == {0}

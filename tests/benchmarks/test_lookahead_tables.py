@@ -1,7 +1,5 @@
 """``python -m benchmarks papers lookahead``: every method yields the text of plain decoding; no time is asserted."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -35,7 +33,7 @@ def measured(saved: str, out: Path, *more: str) -> Result:
     return CliRunner().invoke(app, ["papers", "lookahead", *common, *more])
 
 
-def test_all_methods_are_measured_and_written_in_three_forms_and_no_text_changes(saved: str, tmp_path: Path) -> None:
+def test_all_methods_are_measured_and_written_in_three_forms_and_no_text_changes(saved, tmp_path):
     done = measured(saved, tmp_path, "--json")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
@@ -48,16 +46,7 @@ def test_all_methods_are_measured_and_written_in_three_forms_and_no_text_changes
     assert [path.name for path in tmp_path.glob("*.png")] == ["lookahead-methods.png"]
 
 
-@pytest.mark.parametrize(
-    ("tasks", "said"), [("json,rhymes", "task is 'rhymes'; known are copy, json"), ("maths", "no task is left: maths")]
-)
-def test_wrong_tasks_are_refused_before_anything_is_measured(saved: str, tmp_path: Path, tasks: str, said: str) -> None:
-    done = measured(saved, tmp_path, "--tasks", tasks)
-    assert done.exit_code == 2 and said in " ".join(done.stderr.split())
-    assert not list(tmp_path.iterdir())
-
-
-def test_every_method_yields_the_text_of_plain_decoding_within_its_decoding_length(bench: MethodBench) -> None:
+def test_every_method_yields_the_text_of_plain_decoding_within_its_decoding_length(bench):
     (text,) = bench.answers(plain(), [LONG], 24)
     answers = bench.answers(default(()), [*PROMPTS[:1], *PROMPTS[2:]], 24)
     for name, method in methods(LENGTHS, answers).items():
@@ -71,7 +60,7 @@ def test_every_method_yields_the_text_of_plain_decoding_within_its_decoding_leng
     assert not method.pruned and max(drafted) == LENGTHS.decoding  # wrong drafts are scored all the same
 
 
-def test_no_turn_sees_what_another_generated(bench: MethodBench) -> None:
+def test_no_turn_sees_what_another_generated(bench):
     one = bench.contestant(published("hierarchical", LENGTHS, ()))
     passes = []
     for _ in range(2):
@@ -85,7 +74,7 @@ def test_no_turn_sees_what_another_generated(bench: MethodBench) -> None:
     assert fewer is not None and passes[0] is not None and fewer < passes[0]
 
 
-def test_padded_batches_are_those_of_the_bench() -> None:
+def test_padded_batches_are_those_of_the_bench():
     model = tiny("llama")
     rows = PROMPTS[:2]
     bench = MethodBench(model, ["none"])

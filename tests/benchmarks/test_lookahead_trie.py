@@ -1,7 +1,5 @@
 """The Lookahead paper's trie: its three forms of a draft, over weighted counts."""
 
-from __future__ import annotations
-
 import pytest
 from support.mocks import opened
 
@@ -23,23 +21,23 @@ def draft(form: Form, budget: int) -> DraftTree:
     return drafter.draft(opened(drafter, Request([9, 1], 20)), budget)
 
 
-def test_the_hierarchical_form_merges_shared_prefixes_heaviest_first() -> None:
+def test_the_hierarchical_form_merges_shared_prefixes_heaviest_first():
     tree = draft("hierarchical", 10)
     assert paths(tree)[0] == (2,)
     assert sorted(paths(tree)) == [(2,), (2, 3), (2, 3, 4), (2, 5), (6,)]
 
 
-def test_the_parallel_form_repeats_shared_prefixes_within_the_budget() -> None:
+def test_the_parallel_form_repeats_shared_prefixes_within_the_budget():
     tree = draft("parallel", 6)
     assert sorted(paths(tree)) == [(2,), (2,), (2, 3), (2, 3, 4), (2, 5), (6,)]
     assert len(draft("parallel", 4)) == 4
 
 
-def test_the_single_form_is_one_chain_of_the_most_frequent() -> None:
+def test_the_single_form_is_one_chain_of_the_most_frequent():
     assert paths(draft("single", 10)) == [(2,), (2, 3), (2, 3, 4)]
 
 
-def test_the_own_text_weighs_more_and_longer_contexts_come_first() -> None:
+def test_the_own_text_weighs_more_and_longer_contexts_come_first():
     drafter = LookaheadTrieSource(LookaheadTrieConfig(prompt_weight=3.0))
     drafter.warm("default", [[6, 1, 7], [6, 1, 7]])
     row = opened(drafter, Request([1, 8, 5, 1], 2))
@@ -49,6 +47,6 @@ def test_the_own_text_weighs_more_and_longer_contexts_come_first() -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [("form", "wide"), ("max_prefix", 12)])
-def test_a_wrong_setting_is_refused(field: str, value: object) -> None:
+def test_a_wrong_setting_is_refused(field, value):
     with pytest.raises(ValueError, match=field):
         LookaheadTrieConfig(**{field: value})  # type: ignore[arg-type]

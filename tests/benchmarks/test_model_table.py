@@ -1,7 +1,5 @@
 """The committed page of models: every family that the tests build, by the path that a fresh look finds."""
 
-from __future__ import annotations
-
 import pytest
 from support.model_trials import look, refusals, variants
 
@@ -12,19 +10,19 @@ ROWS, REFUSED = read(PAGE.read_text(encoding="utf-8"))
 
 
 @pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
-def test_the_page_names_every_family_and_its_path() -> None:
+def test_the_page_names_every_family_and_its_path():
     nothing = dict.fromkeys(TRIALS, "-")
     fresh = merged([{"name": variant.name, **look(variant), **nothing} for variant in variants()])
     shown = ("type", "shapes", "path", "gpu", "own", "also")
     assert [[row[name] for name in shown] for row in ROWS] == [[row[name] for name in shown] for row in fresh]
 
 
-def test_the_page_says_why_models_are_refused() -> None:
+def test_the_page_says_why_models_are_refused():
     assert refusals() == REFUSED
     assert "not refused" not in REFUSED.values()
 
 
-def test_everything_on_the_page_is_equal_or_refused_by_name() -> None:
+def test_everything_on_the_page_is_equal_or_refused_by_name():
     for row in ROWS:
         assert {row["trie"], row["draft model"]} == {"equal"}
         assert {row["float32"], row["bfloat16"]} <= {"bitwise", "rounding"}

@@ -1,7 +1,5 @@
 """The papers' baselines, built on Forerun's public classes: their texts are those without drafts."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -40,7 +38,7 @@ def settings(**changed: Any) -> LongContextConfig:
 
 
 @pytest.mark.parametrize(("name", "how", "dtype"), CELLS)
-def test_the_text_is_that_without_drafts_and_some_drafts_are_right(name: str, how: str, dtype: str) -> None:
+def test_the_text_is_that_without_drafts_and_some_drafts_are_right(name, how, dtype):
     model = copy.deepcopy(tiny("llama")).to(getattr(torch, dtype))
     options = {"max_new_tokens": 60, "eos_token_id": None, **HOW[how]}
     engine = Engine(model, "none", prune_drafts=False)
@@ -51,7 +49,7 @@ def test_the_text_is_that_without_drafts_and_some_drafts_are_right(name: str, ho
     assert sum(sum(stats.accepted) for stats in result.stats) > 0
 
 
-def test_the_names_are_those_of_the_package_and_of_the_baselines() -> None:
+def test_the_names_are_those_of_the_package_and_of_the_baselines():
     published = {"lookahead-trie", "streaming-self", "topk"}
     assert set(BASELINES) == published
     assert set(SPARSE) - set(recipes.SPARSE) == {"topk", "streaming"}
@@ -63,7 +61,7 @@ def test_the_names_are_those_of_the_package_and_of_the_baselines() -> None:
 
 
 @torch.inference_mode()
-def test_drafts_longer_than_the_recent_tokens_can_be_rejected() -> None:
+def test_drafts_longer_than_the_recent_tokens_can_be_rejected():
     setup = Setup(settings(gamma2=200, cache_budget=8), Scorer(tiny("llama")), default_runtime())
     chains = recipes.build("streaming-self", setup, RECIPES).planner.chains
     request = Request(list(range(6, 18)), 300)
@@ -79,7 +77,7 @@ def test_drafts_longer_than_the_recent_tokens_can_be_rejected() -> None:
 
 
 @torch.inference_mode()
-def test_an_oracle_that_sees_every_key_gives_what_the_full_cache_gives() -> None:
+def test_an_oracle_that_sees_every_key_gives_what_the_full_cache_gives():
     scorer, text, source = Scorer(tiny("llama")), np.arange(60) % 40, FullCache()
     read(scorer, source, text)
     other = TopKCache(source, 80)
@@ -93,7 +91,7 @@ def test_an_oracle_that_sees_every_key_gives_what_the_full_cache_gives() -> None
             cache.commit(block, path)
 
 
-def test_the_oracle_sees_the_best_keys_of_each_query() -> None:
+def test_the_oracle_sees_the_best_keys_of_each_query():
     generator, spec, group = torch.Generator().manual_seed(0), AttentionSpec(0.35), 2
     q, k, v, keys, values = (
         torch.randn(1, heads, count, 8, generator=generator, dtype=torch.float64)

@@ -1,13 +1,10 @@
 """Other engines in processes of their own: orders, answers, failures, and the very weights they are given."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -57,7 +54,7 @@ def subject(model: PreTrainedModel) -> PeerSubject:
     return PeerSubject(model, byte_tokenizer(), None, 64)
 
 
-def test_a_peer_answers_from_its_own_process(tmp_path: Path) -> None:
+def test_a_peer_answers_from_its_own_process(tmp_path):
     with Peer("support.fake_peer", {"folder": str(tmp_path), "threads": 3}) as peer:
         assert peer.said.startswith("fake with 3 threads")
         first = peer.run([[5]], 3)
@@ -72,7 +69,7 @@ def test_a_peer_answers_from_its_own_process(tmp_path: Path) -> None:
             peer.run([[666]], 3)
 
 
-def test_peers_that_cannot_be_loaded_are_named_with_the_reason() -> None:
+def test_peers_that_cannot_be_loaded_are_named_with_the_reason():
     gone = replace(FAKE, package="gone-peer", needs={"no_such_module_here": "gone-peer", "json": "json"})
     with running_peers(subject(single()), [FAKE, gone]) as found:
         assert isinstance(found, RunningPeers)
@@ -82,7 +79,7 @@ def test_peers_that_cannot_be_loaded_are_named_with_the_reason() -> None:
         assert "graph" in found.notes[0]
 
 
-def test_peers_take_turns_with_the_others_and_their_texts_are_compared() -> None:
+def test_peers_take_turns_with_the_others_and_their_texts_are_compared():
     model = tiny("llama")
     with running_peers(subject(single()), [FAKE]) as found:
         bench = TaskBench(model, ["none"], others=found.contestants)
@@ -99,7 +96,7 @@ def test_peers_take_turns_with_the_others_and_their_texts_are_compared() -> None
     assert {name: share for name, share in shares.items() if share != "100 %"} == {"fake": "0 %", "fake in text": "0 %"}
 
 
-def test_texts_are_compared_as_text_where_only_that_is_known() -> None:
+def test_texts_are_compared_as_text_where_only_that_is_known():
     baseline = Series(BASELINE, "t", [[Run([[1, 2]], 1.0, 2)], [Run([[3]], 1.0, 1)]])
     other = Series("x", "t", [[Run(["1-2"], 1.0, None, 2)], [Run(["4"], 1.0, None, 1)]])
     rows = report.summarise([baseline, other], decode=lambda ids: "-".join(map(str, ids)))
@@ -108,7 +105,7 @@ def test_texts_are_compared_as_text_where_only_that_is_known() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_gguf_file_holds_the_model_s_very_weights(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_gguf_file_holds_the_model_s_very_weights(tmp_path, dtype):
     gguf = pytest.importorskip("gguf")
     model = single().to(dtype)
     weights.check(model, byte_tokenizer(), None)
@@ -123,7 +120,7 @@ def test_a_gguf_file_holds_the_model_s_very_weights(tmp_path: Path, dtype: torch
     assert len(reader.fields["tokenizer.ggml.tokens"].data) == 48
 
 
-def test_what_a_source_file_says_is_taken_over_and_must_fit(tmp_path: Path) -> None:
+def test_what_a_source_file_says_is_taken_over_and_must_fit(tmp_path):
     gguf = pytest.importorskip("gguf")
     source = tmp_path / "source.gguf"
     weights.write(single(), byte_tokenizer(), source)
@@ -136,7 +133,7 @@ def test_what_a_source_file_says_is_taken_over_and_must_fit(tmp_path: Path) -> N
         weights.write(other, byte_tokenizer(), tmp_path / "other.gguf", source)
 
 
-def test_models_that_peers_cannot_be_given_are_refused() -> None:
+def test_models_that_peers_cannot_be_given_are_refused():
     with pytest.raises(ValueError, match=r"float32 and bfloat16, and the model is in torch\.float64"):
         check(tiny("llama"), byte_tokenizer(), None)
     with pytest.raises(ValueError, match="this is gpt2"):
@@ -147,7 +144,7 @@ def test_models_that_peers_cannot_be_given_are_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", LIBRARIES, ids=lambda kind: kind.package)
-def test_a_real_peer_gives_transformers_texts(kind: PeerLibrary) -> None:
+def test_a_real_peer_gives_transformers_texts(kind):
     if missing := kind.missing():
         pytest.skip(f"{kind.package} is not installed: {missing}")
     model = single()
@@ -162,14 +159,14 @@ def test_a_real_peer_gives_transformers_texts(kind: PeerLibrary) -> None:
     assert set(shares.values()) == {1.0}, json.dumps(rows, indent=1)
 
 
-def test_every_known_peer_says_how_it_is_installed() -> None:
+def test_every_known_peer_says_how_it_is_installed():
     for kind in LIBRARIES:
         absent = replace(kind, needs={f"no_{name}": package for name, package in kind.needs.items()})
         assert " -m pip install " in absent.missing() and kind.package in absent.missing()
         assert find_spec(kind.module) is not None
 
 
-def test_a_random_model_of_a_shape_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_random_model_of_a_shape_is_written_once(tmp_path, monkeypatch):
     gguf = pytest.importorskip("gguf")
     monkeypatch.setattr(model_files, "SHAPES", {"small": ModelShape(1, 64, 96, 2, 1, 5000, 32, True)})
     said: list[str] = []
@@ -182,7 +179,7 @@ def test_a_random_model_of_a_shape_is_written_once(tmp_path: Path, monkeypatch: 
     assert len(reader.fields["tokenizer.ggml.tokens"].data) == 5000
 
 
-def test_speed_after_the_first_token_and_prefill_are_told_apart() -> None:
+def test_speed_after_the_first_token_and_prefill_are_told_apart():
     def row(name: str, kind: str, length: int, *seconds: float) -> dict[str, object]:
         runs = [Run([[1] * 9], 0.5 + each, 9, others=0.2, first=0.5) for each in seconds]
         return peers_command.row_of(Series(name, "t", [runs]), kind, length)

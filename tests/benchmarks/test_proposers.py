@@ -1,9 +1,6 @@
 """``python -m benchmarks proposers``: recorded answers are replayed as vLLM would decode them."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +11,7 @@ from benchmarks.__main__ import app
 from benchmarks.studies.proposers import Recorded, lookup, read, replay
 
 
-def test_a_step_commits_the_accepted_prefix_and_one_token() -> None:
+def test_a_step_commits_the_accepted_prefix_and_one_token():
     drafts = {2: [2, 3, 9], 5: [5, 6, 7, 8]}
     calls: list[list[int]] = []
 
@@ -27,21 +24,21 @@ def test_a_step_commits_the_accepted_prefix_and_one_token() -> None:
     assert (found["tokens_per_step"], found["drafted"], found["accepted"]) == (3.0, 3.5, "71%")
 
 
-def test_lookup_returns_what_followed_the_first_occurrence_of_the_longest_suffix() -> None:
+def test_lookup_returns_what_followed_the_first_occurrence_of_the_longest_suffix():
     text = np.array([[1, 2, 3, 9, 2, 3, 5, 1, 2, 3]])
     assert lookup(3, 1, 2)([], np.array([10]), text) == [[9, 2]]
     assert lookup(5, 5, 2)([], np.array([10]), text) == [[]]
 
 
 @pytest.mark.parametrize("line", ["[]", '{"prompt": "p"}', '{"prompt": 1, "answer": "a"}'])
-def test_a_line_that_is_no_row_is_refused_by_its_number(tmp_path: Path, line: str) -> None:
+def test_a_line_that_is_no_row_is_refused_by_its_number(tmp_path, line):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "p", "answer": "a"}\n' + line, encoding="utf-8")
     with pytest.raises(ValueError, match=r"rows.jsonl, line 2 is no JSON object"):
         list(read(path, None, lambda text: [len(text)]))
 
 
-def test_the_command_prints_a_line_for_each_proposer(tmp_path: Path) -> None:
+def test_the_command_prints_a_line_for_each_proposer(tmp_path):
     words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["unk", "a", "b", "c", "d", "e"])}, "unk"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))

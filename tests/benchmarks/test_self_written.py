@@ -1,9 +1,6 @@
 """Prompts and answers that a model writes itself: different ones, kept in files, and gone on with."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -22,9 +19,7 @@ def engine() -> Engine:
     return Engine(model, "none", tokenizer=tokenizer)
 
 
-def test_prompts_and_answers_are_written_once_and_repeat(
-    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_and_answers_are_written_once_and_repeat(engine, tmp_path, monkeypatch):
     monkeypatch.setattr(self_written, "TOGETHER", 4)
     tokenizer, file = engine._tokenizer, tmp_path / "prompts.jsonl"
     assert tokenizer is not None
@@ -46,9 +41,7 @@ def test_prompts_and_answers_are_written_once_and_repeat(
             assert list(answers.values()) == [text.strip() for text in texts]
 
 
-def test_a_model_that_cannot_write_prompts_is_refused(
-    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_cannot_write_prompts_is_refused(engine, tmp_path, monkeypatch):
     tokenizer = engine._tokenizer
     assert tokenizer is not None
     monkeypatch.setattr(self_written, "_run", lambda engine, requests, *more: ["the same"] * len(requests))

@@ -1,7 +1,5 @@
 """The attack's report names what is wrong, gaps between chunks are split, and an agent's sessions repeat."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,7 @@ def stream(gap: float, chunks: int = 50, status: int | None = 200, error: bool =
         ([stream(0.01, error=True), stream(0.01, chunks=0, status=503)], 2),
     ],
 )
-def test_what_an_attack_breaks_is_found(beside: list[Reply], faults: int) -> None:
+def test_what_an_attack_breaks_is_found(beside, faults):
     steps = [(0.0, 0.001, 0.001, 0, 0)]
     rows = [
         {"phase": name, "server": 1.0, "all": 1.5} | attack.figures(streams, steps)
@@ -44,14 +42,14 @@ def test_what_an_attack_breaks_is_found(beside: list[Reply], faults: int) -> Non
     assert "| beside |" in report.markdown and "| many texts | {'429': 3} |" in report.markdown
 
 
-def test_gaps_are_told_by_what_was_open_meanwhile() -> None:
+def test_gaps_are_told_by_what_was_open_meanwhile():
     sent = [("ids", 1.5, 2.5), ("tools", 4.2, 4.4)]
     kinds = attack.gaps_beside([[0.0, 1.0, 2.0, 4.0, 5.0]], sent)
     assert kinds["ids"] == {"p50": 1500.0, "p99": 1990.0, "sent": 1, "gaps": 2, "longest": 2000.0}
     assert (kinds["tools"]["gaps"], kinds["tools"]["longest"]) == (1, 1000.0)
 
 
-def test_the_parts_of_a_gap_between_chunks_add_up_to_it() -> None:
+def test_the_parts_of_a_gap_between_chunks_add_up_to_it():
     steps = [(0.0, 1.0, 0.9, 0, 0), (1.5, 3.5, 0.5, 3, 1), (3.5, 5.0, 1.0, 0, 2)]
     (gap,) = watched_server.gap_parts([1.25, 5.5], steps)
     assert [gap[part] for part in watched_server.PARTS] == [1.5, 2.0, 0.5, 0.25] and gap["seconds"] == 4.25
@@ -60,7 +58,7 @@ def test_the_parts_of_a_gap_between_chunks_add_up_to_it() -> None:
     assert watched_server.slowest([], steps) == {} and watched_server.gap_parts([0.5, 2.0], steps) == []
 
 
-def test_sessions_of_a_trace_repeat_each_other_with_small_differences() -> None:
+def test_sessions_of_a_trace_repeat_each_other_with_small_differences():
     tokenizer = AutoTokenizer.from_pretrained(bundled("target"))
     tokenizer.chat_template = TEMPLATE
     options = agents.AgentOptions(model=Path(), system=300, tools=4, trace=2, result=60)
@@ -79,9 +77,7 @@ def test_sessions_of_a_trace_repeat_each_other_with_small_differences() -> None:
     assert agents.differences(rows) == 1
 
 
-def test_a_watched_server_starts_in_any_folder_and_states_its_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_watched_server_starts_in_any_folder_and_states_its_steps(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PYTHONPATH", raising=False)
     with watched((), tmp_path / "log") as server:

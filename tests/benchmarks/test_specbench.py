@@ -1,9 +1,6 @@
 """``python -m benchmarks specbench``: prompts of both turns, drafters that are kept, and resuming."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 from support.prompt_files import tokenizer
@@ -16,7 +13,7 @@ from forerun.bench.rounds import PromptSet
 from forerun.decoding.recipes import trie_of
 
 
-def test_the_second_turn_follows_the_models_own_answer() -> None:
+def test_the_second_turn_follows_the_models_own_answer():
     encoder, whole = TemplateEncoder(tokenizer()), [["a", "b"], ["c"]]
     chats = prompt_set("writing", whole, encoder, lambda prompt: "c", 4)
     asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}, {"role": "user", "content": "b"}]
@@ -26,14 +23,14 @@ def test_the_second_turn_follows_the_models_own_answer() -> None:
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"category": "a", "turns": "b"}', '{"category": "a", "turns": []}', "{}"])
-def test_a_line_that_is_no_question_is_refused(tmp_path: Path, line: str) -> None:
+def test_a_line_that_is_no_question_is_refused(tmp_path, line):
     file = tmp_path / "q.jsonl"
     file.write_text(json.dumps({"category": "a", "turns": ["b"]}) + "\n" + line)
     with pytest.raises(ValueError, match=r"q\.jsonl, line 2 "):
         read_questions(file)
 
 
-def test_drafters_learn_from_prompt_to_prompt_and_a_measured_category_is_not_run_again(tmp_path: Path) -> None:
+def test_drafters_learn_from_prompt_to_prompt_and_a_measured_category_is_not_run_again(tmp_path):
     options = SpecBenchOptions(tasks=True, drafter=["none", "trie"], budget="4,8", every_node=True)
     bench = SpecBench(tiny("llama"), tokenizer(), options)
     job = PromptSet("qa", [*PROMPTS, PROMPTS[1]], (), 12)

@@ -1,10 +1,7 @@
 """``python -m benchmarks tasks`` and ``exact-texts``: what is asked and refused; no time is asserted."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -14,11 +11,9 @@ from typer.testing import CliRunner
 from benchmarks.__main__ import app
 from benchmarks.reporting.update_pages import (
     draw_slowness,
-    draw_tasks,
     into_page,
     short_slowness,
     slowness_table,
-    tasks_page,
 )
 from benchmarks.studies import exact_texts
 from benchmarks.tasks.continuations import continuations
@@ -32,7 +27,7 @@ from forerun.bench.rounds import PromptSet, Rows
 from forerun.engine.engine import Engine
 
 
-def test_what_is_skipped_is_of_any_job_or_batch_and_answers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_skipped_is_of_any_job_or_batch_and_answers_nothing(monkeypatch):
     cold, warm = PromptSet("copy", PROMPTS[:1], [], 2), PromptSet("json", PROMPTS[:1], PROMPTS[1:2], 2)
     bench = TaskBench(tiny("llama"), ["trie"], skip=["forerun trie, warm"])
     bench.check_skip([cold, warm])
@@ -59,7 +54,7 @@ def test_what_is_skipped_is_of_any_job_or_batch_and_answers_nothing(monkeypatch:
         (("-d", "none", "--skip", "forerun magic"), "--skip has 'forerun magic'"),
     ],
 )
-def test_a_wrong_name_leaves_a_journal_as_it_is(tmp_path: Path, wrong: tuple[str, ...], said: str) -> None:
+def test_a_wrong_name_leaves_a_journal_as_it_is(tmp_path, wrong, said):
     (tmp_path / "speed-turns.jsonl").write_text("hours of work")
     few = ("-k", "json", "--prompts", "1", "--warm-prompts", "0", "-n", "2", "--out", str(tmp_path))
     done = CliRunner().invoke(app, ["tasks", "--device", "cpu", *few, *wrong])
@@ -67,7 +62,7 @@ def test_a_wrong_name_leaves_a_journal_as_it_is(tmp_path: Path, wrong: tuple[str
     assert (tmp_path / "speed-turns.jsonl").read_text() == "hours of work"
 
 
-def test_exact_texts_counts_no_text_of_another_run(tmp_path: Path) -> None:
+def test_exact_texts_counts_no_text_of_another_run(tmp_path):
     options = exact_texts.ExactTextsOptions(dtype="float32", out=tmp_path / "out.jsonl", max_new_tokens=4)
     journal, key = exact_texts._journal(options, "a text", "cpu"), TurnKey("trie", 0, "[0.0, 5]")
     journal.add(key, {"trie": {"texts": []}})
@@ -79,7 +74,7 @@ def test_exact_texts_counts_no_text_of_another_run(tmp_path: Path) -> None:
             exact_texts._journal(replace(options, **other), text, "cpu")
 
 
-def test_the_table_goes_between_the_readme_s_markers(tmp_path: Path) -> None:
+def test_the_table_goes_between_the_readme_s_markers(tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text("a\n<!-- bench:begin -->\nold\n<!-- bench:end -->\nb\n")
     into_page(readme, "| new |\n", "bench")
@@ -89,7 +84,7 @@ def test_the_table_goes_between_the_readme_s_markers(tmp_path: Path) -> None:
         into_page(readme, "", "other")
 
 
-def test_the_table_of_what_is_never_slower_marks_what_breaks_the_promise(tmp_path: Path) -> None:
+def test_the_table_of_what_is_never_slower_marks_what_breaks_the_promise(tmp_path):
     row = {"context": 2000, "batch": 4, "temperature": 0.0, "median": 1.5, "worst": 0.94, "of_best": 0.96}
     row["plain_against_itself"] = [1.0] * 5
     rows = [row | {"kind": "tasks"}, row | {"kind": "novel", "temperature": 0.8, "median": 0.969, "worst": 0.925}]
@@ -104,7 +99,7 @@ def test_the_table_of_what_is_never_slower_marks_what_breaks_the_promise(tmp_pat
     assert lines[3] == "| bundled: 2,000 x 1 | 1.50† (0.94)² | - |"
 
 
-def test_the_short_table_counts_the_cells_of_the_long_one(tmp_path: Path) -> None:
+def test_the_short_table_counts_the_cells_of_the_long_one(tmp_path):
     page = "| Big-Instruct, float32: 2,000 x 1 | **0.96**† (**0.90**)³ | 1.04 (1.00) |\n"
     page += "| bundled: 100 x 4 | 2.00 (1.50) |\n"
     page += "| Big-Instruct, bfloat16: 2,000 x 4 | 3.00 (2.00)¹ | - |\n"
@@ -117,26 +112,7 @@ def test_the_short_table_counts_the_cells_of_the_long_one(tmp_path: Path) -> Non
     assert "<svg" in (tmp_path / "plot.svg").read_text()
 
 
-def test_the_page_of_task_results_has_each_report_and_a_panel_for_it(tmp_path: Path) -> None:
-    reports = {}
-    for dtype in ("float32", "bfloat16"):
-        reports[dtype] = tmp_path / dtype / "speed.json"
-        reports[dtype].parent.mkdir()
-        speeds = {"transformers greedy": 20.0, "forerun none": 44.0}
-        rows = [{"task": "maths", "contestant": name, "tokens_per_second": speed, "slowest": speed - 1,
-                 "fastest": speed + 2} for name, speed in speeds.items()]  # fmt: skip
-        machine = {"processor": "Some", "threads": 2, "device": "cpu", "torch": "2.13.0"}
-        reports[dtype].write_text(json.dumps({"machine": machine, "settings": {"model": "runs/Small"}, "rows": rows}))
-        reports[dtype].with_suffix(".md").write_text(f"table of {dtype}\n")
-    page = tasks_page(reports)
-    assert "table of float32" in page and "## bfloat16" in page and "Measured on " in page
-    draw_tasks(reports, tmp_path / "tasks.svg")
-    drawn = (tmp_path / "tasks.svg").read_text()
-    draw_tasks(reports, tmp_path / "again.svg")
-    assert drawn.count('<g id="axes_') == 2 and drawn == (tmp_path / "again.svg").read_text()
-
-
-def test_jobs_are_seeded_and_say_what_they_cannot_do() -> None:
+def test_jobs_are_seeded_and_say_what_they_cannot_do():
     tasks = continuations(Material())
 
     def encode(prompt: Prompt) -> list[int]:
@@ -154,7 +130,7 @@ def test_jobs_are_seeded_and_say_what_they_cannot_do() -> None:
         build_jobs(["json"], tasks, encode, Counts(1, 0, 8), positions=9)
 
 
-def test_prompts_of_a_task_are_different_and_as_they_were_where_they_are() -> None:
+def test_prompts_of_a_task_are_different_and_as_they_were_where_they_are():
     draw = continuations(Material(maths=(("a", "1"), ("b", "2"), ("c", "3"))))
     assert sorted(draw["maths"](3)) == ["a", "b", "c"]
     assert list(draw["maths"](3))[:2] == draw["maths"](2)
@@ -163,7 +139,7 @@ def test_prompts_of_a_task_are_different_and_as_they_were_where_they_are() -> No
     assert draw["json"](9) == [make("table", Random(f"bench/json/{i}")).prompt for i in range(9)]
 
 
-def test_batches_give_the_texts_of_padded_ones_whatever_their_size() -> None:
+def test_batches_give_the_texts_of_padded_ones_whatever_their_size():
     bench = TaskBench(tiny("llama"), ["none"])
     for size in (2, 4):
         (series,) = bench.run_batches([*PROMPTS, PROMPTS[0]], size, 12, rounds=1)
@@ -173,7 +149,7 @@ def test_batches_give_the_texts_of_padded_ones_whatever_their_size() -> None:
         assert len(series[0].runs) == 4 // size
 
 
-def test_the_command_measures_tasks_and_batches_on_any_model(tmp_path: Path) -> None:
+def test_the_command_measures_tasks_and_batches_on_any_model(tmp_path):
     arguments = ["--model", "bundled-draft", "--dtype", "float64", "-k", "json", "-k", "copy", "--prompts", "1"]
     more = ["--warm-prompts", "0", "--rounds", "1", "-n", "12", "-d", "trie", "--batch", "2", "--json"]
     done = CliRunner().invoke(app, ["tasks", *arguments, *more, "--out", str(tmp_path / "out")])
@@ -186,19 +162,3 @@ def test_the_command_measures_tasks_and_batches_on_any_model(tmp_path: Path) -> 
     assert (tmp_path / "out" / "speed-batches.png").exists()
     markdown = (tmp_path / "out" / "speed.md").read_text()
     assert "geometric mean" in markdown and "processor" in markdown and "max new tokens 12" in markdown
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["--batch", "1,2"], "--batch is '1,2'; no number may be below 2"),
-        (["--gguf", "f"], "--gguf is for the peers; add --peers"),
-        (["--task", "verse"], "task is 'verse'; known are copy, json"),
-        (["--code", __file__], "is no JSON"),
-        (["--task", "json", "--prompts", "1", "--warm-prompts", "0", "--batch", "2"], "--batch has 2 and there are 1"),
-    ],
-)
-def test_wrong_options_are_refused(given: list[str], said: str) -> None:
-    done = CliRunner().invoke(app, ["tasks", *given])
-    assert done.exit_code == 2
-    assert said in " ".join(done.stderr.split())

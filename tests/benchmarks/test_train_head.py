@@ -1,11 +1,8 @@
 """The command that trains heads: it writes one that loads, resumes, and the head learns."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +24,7 @@ from forerun.models.forward.scorer import Scorer
 from forerun.models.heads.loading import load_head
 
 
-def test_a_head_is_trained_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_is_trained_and_goes_on(tmp_path, monkeypatch):
     """By a clock on which every step takes 0.14 s, so that 0.05 minutes are 22 steps on any machine."""
     clock = SimpleNamespace(process_time=itertools.count(step=0.14).__next__, monotonic=time.monotonic)
     monkeypatch.setattr(training_loop, "time", clock)
@@ -61,9 +58,7 @@ def mtp_of(target: PreTrainedModel, folder: Path) -> TrainableHead:
 
 
 @pytest.mark.parametrize(("made", "hybrid"), [(eagle3_of, False), (eagle31_of, False), (mtp_of, False), (mtp_of, True)])
-def test_the_head_that_is_written_computes_what_was_trained(
-    made: Callable[[PreTrainedModel, Path], TrainableHead], hybrid: bool, tmp_path: Path
-) -> None:
+def test_the_head_that_is_written_computes_what_was_trained(made, hybrid, tmp_path):
     """One step after the target's states, and one after its own."""
     target = build(*HYBRIDS["lfm2"], seed=3).float() if hybrid else tiny("llama", torch.float32)
     tokens = np.random.default_rng(0).integers(0, 48, 14)
@@ -102,7 +97,7 @@ def test_the_head_that_is_written_computes_what_was_trained(
         tokens.tolist(), max_new_tokens=12, eos_token_id=None).requests[0].tokens.tolist()  # fmt: skip
 
 
-def test_a_head_with_the_targets_matrix_learns_on_some_tokens_and_knows_all(tmp_path: Path) -> None:
+def test_a_head_with_the_targets_matrix_learns_on_some_tokens_and_knows_all(tmp_path):
     """The matrix itself does not learn, and is not written."""
     target = tiny("llama", torch.float32)
     model = TrainableEagle3(target, frequent([], 20, 48), frozen=True)

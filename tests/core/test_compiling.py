@@ -282,3 +282,10 @@ def test_only_a_long_compilation_of_this_package_is_told(monkeypatch, caplog):
         for _ in range(3):
             compiles(notice, "forerun.trie.trie", clock, 1.5)
     assert caplog.messages == [MESSAGE] and counted == [1, 2, 3, 4]
+
+
+def test_code_that_no_other_process_would_find_is_refused():
+    constant, other = 3, compiled(lambda x: x)
+    kept_code.KeptCode(lambda x: x + constant, "", "stamp")
+    with pytest.raises(TypeError, match="must get other from its module"):
+        kept_code.KeptCode(lambda x: other(x), "", "stamp")

@@ -142,7 +142,7 @@ def answer(change: str | None = None) -> list[int]:
     return ask(engine(fresh() if change is None else changed(change)))[0]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("change", CHANGES)
 def test_kept_prompts_go_when_the_model_changes(change):
     model = fresh()
@@ -157,7 +157,7 @@ STORABLE = [name for name in CHANGES if name not in ("a hook", "a forward", "dat
 prompts elsewhere."""
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("change", STORABLE)
 def test_a_stored_prompt_is_of_the_model_that_computed_it(tmp_path, change):
     """In this process and, under another fingerprint, in later ones; before the change and after it."""
@@ -171,7 +171,7 @@ def test_a_stored_prompt_is_of_the_model_that_computed_it(tmp_path, change):
     assert ask(engine(changed(change), tmp_path)) == (answer(change), HELD)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("change", STORABLE)
 def test_a_change_before_the_first_request_poisons_no_store(tmp_path, change):
     """The store was opened with the weights before. What is computed by others never gets their fingerprint."""

@@ -226,6 +226,7 @@ def test_without_drafts_a_batch_equals_each_row_alone(architecture, sampling, dt
     ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("drafter", "sampling"), [
     pytest.param(drafter, sampling, marks=[pytest.mark.matrix] * ((i + j) % 2))
     for i, drafter in enumerate(["none", *DRAFTERS])
@@ -280,7 +281,7 @@ def check_where_queries_choose(architecture: str, sampling: str, drafter: str, b
     some_were_accepted(found.requests)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("cell", FEW_QUERIES, ids=name_of)
 def test_output_equals_plain_generation_where_queries_choose(cell):
     """Texts of several chunks more than a query sees."""

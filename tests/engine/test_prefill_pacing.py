@@ -130,7 +130,7 @@ def test_a_short_prompt_beside_a_long_one_does_not_let_it_read_more():
         return 1.0 + sum(0.001 * (len(block.pending) - 1) * cache.length for block, cache in read)
 
     engine = long_engine()
-    clock, long, took = Clock(engine, seconds), Request([7] * 2000, max_new_tokens=2), []
+    clock, long, took = Clock(engine, seconds), Request([7] * 1000, max_new_tokens=2), []
     with engine.batch(pacing=PrefillPacing(clock)) as batch:
         decoding(batch)
         batch.admit(long)
@@ -139,7 +139,7 @@ def test_a_short_prompt_beside_a_long_one_does_not_let_it_read_more():
                 batch.admit(Request([6] * 100, max_new_tokens=1))
             took.append(clock.of(batch))
     far = took[len(took) // 2 :]
-    assert max(far) <= 1.5 * (1 + 0.001 * MIN_CHUNK_TOKENS * 2000)
+    assert max(far) <= 1.5 * (1 + 0.001 * MIN_CHUNK_TOKENS * 1000)
 
 
 def test_short_prompts_one_after_the_other_are_paced_like_a_long_one():

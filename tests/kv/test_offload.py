@@ -183,8 +183,8 @@ def test_what_a_gpu_would_copy_lies_in_one_piece():
     assert len(list(by_head(*whole))) == 1
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("name", ["gpt_neox", "gemma2", "deepseek_v3", "mixtral"])
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("name", ["gemma2", "gpt_neox", "deepseek_v3", "mixtral"])
 def test_any_decoder_can_be_offloaded(name):
     class_name, extra = {**ARCHITECTURES, **LAYOUTS}[name]
     one = tiny_of(class_name, {**extra, "num_hidden_layers": 5}, seed=2)

@@ -94,7 +94,7 @@ def types() -> list[Any]:
     ]
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(14)
 @pytest.mark.parametrize(("name", "dtype"), types(), ids=str)
 def test_a_token_has_the_same_bits_whatever_shares_its_pass(name, dtype):
     model = copy.deepcopy(family(name)).to(dtype)

@@ -116,6 +116,7 @@ def check(growth: Growth, node: int, logits: torch.Tensor, expected: tuple[torch
     assert known.all() or (exact[~known] == exact.min()).all()  # transformers leaves these the least logit less 1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "every"), [*((kind, 39) for kind in KINDS), pytest.param("shared layers", 1, marks=pytest.mark.matrix)]
 )
@@ -224,6 +225,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", WRONG)
 def test_an_assistant_that_does_not_fit_is_refused_before_any_work(name, tmp_path):
     folder = gemma4_assistant(tmp_path, gemma4(), centroids=8)

@@ -215,6 +215,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", WRONG)
 def test_a_layer_that_does_not_fit_is_refused_by_the_tensors_name(name, tmp_path):
     spoil, message = WRONG[name]

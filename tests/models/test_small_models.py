@@ -25,7 +25,7 @@ CELLS = list(itertools.product(SMALL, DRAFTERS, ["greedy", "coupled", "rejection
 FEW = pairwise(CELLS)
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     ("small", "drafter", "how"), [pytest.param(*cell, marks=[pytest.mark.matrix] * (cell not in FEW)) for cell in CELLS]
 )

@@ -277,20 +277,6 @@ def test_a_prompt_that_is_read_in_pieces_drafts_as_one_that_is_read_at_once(prom
         assert one.tolist() == other.tolist()
 
 
-@given(prompts, st.lists(text, max_size=6))
-def test_extending_token_by_token_counts_the_same_as_at_once(prompt, pieces):
-    slow, fast, oracle = Trie(SMALL), Trie(SMALL), Oracle()
-    for each in (slow, fast, oracle):
-        each.begin(0, "a", prompt)
-    for piece in pieces:
-        fast.extend(0, piece)
-        oracle.extend(0, piece)
-        for one in piece:
-            slow.extend(0, [one])
-    check(slow, oracle)
-    check(fast, oracle)
-
-
 def test_a_step_of_several_texts_is_what_its_parts_are_even_where_they_outgrow_their_room():
     dice, together, apart, generated = np.random.default_rng(1), Trie(SMALL), Trie(SMALL), 0
     for step in range(24):
@@ -387,12 +373,6 @@ def test_a_prompt_that_is_not_indexed_yet_has_no_known_suffix():
     assert trie.known_suffixes([(0, text)]) == [text_cursor.MAX_AGREED]
     with pytest.raises(ValueError, match="not live"):
         trie.known_suffixes([(1, text)])
-
-
-def test_pending_tokens_lead_to_what_follows_them():
-    trie = Trie()
-    trie.begin(0, "a", list(range(50)))
-    assert agreed(trie.retrieve(0, 16, 8, [10, 11, 12]), list(range(13, 21))) == 8
 
 
 def test_the_tree_comes_likeliest_first():
@@ -509,7 +489,7 @@ def test_no_tenant_is_ever_drafted_anothers_text_and_no_request_anothers_prompt(
 def test_a_full_namespace_stays_within_its_bytes_and_never_counts_what_was_not_said(seed, vocabulary, length):
     dice = random.Random(seed)
     trie, exact = Trie(SMALL), Counter()
-    for request in range(4000 // length):
+    for request in range(2000 // length):
         output = [min(dice.randrange(vocabulary), dice.randrange(vocabulary)) for _ in range(length)]
         exact += contexts(output)
         trie.begin(request, "a", [5], expected=length)
@@ -860,9 +840,3 @@ def test_the_page_names_every_file_of_the_index_and_no_other():
     named = set(re.findall(r"`(\w+\.py)`", table))
     files = {path.name for path in Path(forerun.trie.__file__).parent.glob("*.py")}
     assert named == files - {"__init__.py"}
-
-
-def test_what_the_page_links_is_there():
-    links = re.findall(r"\]\(([^)#]+)\)", PAGE.read_text(encoding="utf-8"))
-    assert len(links) > 10
-    assert [link for link in links if not (PAGE.parent / link).is_file()] == []

@@ -43,12 +43,21 @@ class _Packing(CompileResultCacheImpl):  # type: ignore[misc]  # numba has no ty
 
 
 class KeptCode(FunctionCache):  # type: ignore[misc]  # numba has no types
-    """The machine code of one function, by signature; raises RuntimeError if no folder is writable. Code with another
-    ``stamp`` of the function's sources is removed."""
+    """The machine code of one function, by signature.
+
+    ``suffix`` is that of the file names. Code with another ``stamp`` of the function's sources is removed. Raises
+    RuntimeError if no folder is writable, and TypeError if the closure holds more than integers: numba looks for code
+    by the closure, in which compiled functions differ from process to process.
+    """
 
     _impl_class = _Packing
 
     def __init__(self, function: Callable[..., Any], suffix: str, stamp: str) -> None:
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            if not isinstance(cell.cell_contents, int):
+                raise TypeError(
+                    f"{function.__qualname__} must get {name} from its module: code is found by the closure"
+                )
         super().__init__(function)
         self._cache_file = MachineCodeFile(self.cache_path, self._impl.filename_base + suffix, stamp)
 

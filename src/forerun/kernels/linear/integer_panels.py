@@ -6,10 +6,12 @@ to a buffer, once for all. The bits are equal. Each lane is an output.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from llvmlite import ir
 
+from forerun.core.compiling import compiled
 from forerun.kernels.linear.block_sums import BLOCK_SUMS, CODE_WORDS, INPUT_BLOCK, X_BLOCK
 from forerun.kernels.linear.gguf_integers import INTEGER_FORMATS, IntegerFormat, StridedRows
 from forerun.kernels.linear.panels import (
@@ -19,6 +21,7 @@ from forerun.kernels.linear.panels import (
     least_that_suffices,
     parts_of,
 )
+from forerun.kernels.runtime.addresses import address_of
 from forerun.kernels.runtime.vector_ir import I64, LANES, LINE, WORDS, Emitter, llvm_function
 
 
@@ -132,3 +135,29 @@ def many_by_integers(
                 e.builder.store(sums_of.add(e, found, factors, place, e.builder.load(total)), total)
         for t, total in enumerate(totals):
             e.store(e.builder.load(total), e.at(sums, t * LINE))
+
+
+@functools.cache
+def integer_code(which: int) -> tuple[int, int, int]:
+    """Return ``few_by_integers``, ``codes`` and ``many_by_integers`` of a matrix in a format, by its number."""
+
+    @compiled
+    def integer_products_of_few(
+        tokens: int, w: int, row: int, x: int, x_row: int, blocks: int, ahead: int, sums: int
+    ) -> None:
+        few_by_integers(which, tokens, w, row, x, x_row, blocks, ahead, sums)
+
+    @compiled
+    def codes_of(w: int, row: int, blocks: int, ahead: int, to: int) -> None:
+        codes_of_panel(which, w, row, blocks, ahead, to)
+
+    return address_of(integer_products_of_few, 8), address_of(codes_of, 5), _sums_code(*sums_kind(which))
+
+
+@functools.cache
+def _sums_code(kind: int, most: int) -> int:
+    @compiled
+    def integer_products_of_many(tokens: int, codes: int, count: int, x: int, x_row: int, sums: int) -> None:
+        many_by_integers(kind, most, tokens, codes, count, x, x_row, sums)
+
+    return address_of(integer_products_of_many, 6)

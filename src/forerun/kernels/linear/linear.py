@@ -213,39 +213,16 @@ def unpack_code(which: int) -> int:
     return address_of(columns_of, 6)
 
 
-@functools.cache
-def _integer_code(which: int) -> tuple[int, int, int]:
-    from forerun.kernels.linear.integer_panels import codes_of_panel, few_by_integers, sums_kind
-
-    @compiled
-    def integer_products_of_few(
-        tokens: int, w: int, row: int, x: int, x_row: int, blocks: int, ahead: int, sums: int
-    ) -> None:
-        few_by_integers(which, tokens, w, row, x, x_row, blocks, ahead, sums)
-
-    @compiled
-    def codes_of(w: int, row: int, blocks: int, ahead: int, to: int) -> None:
-        codes_of_panel(which, w, row, blocks, ahead, to)
-
-    return address_of(integer_products_of_few, 8), address_of(codes_of, 5), _sums_code(*sums_kind(which))
-
-
-@functools.cache
-def _sums_code(kind: int, most: int) -> int:
-    from forerun.kernels.linear.integer_panels import many_by_integers
-
-    @compiled
-    def integer_products_of_many(tokens: int, codes: int, count: int, x: int, x_row: int, sums: int) -> None:
-        many_by_integers(kind, most, tokens, codes, count, x, x_row, sums)
-
-    return address_of(integer_products_of_many, 6)
-
-
 def matrix_of(weights: Weights) -> Matrix:
     """Describe a matrix for kernels."""
     rows, which = weights.rows, format_number(weights.format)
     bias = 0 if weights.bias is None else weights.bias.data_ptr()
-    code = (0, 0, 0, 0, *_integer_code(which)) if by_integers(weights) else (*_format_code(which), 0, 0, 0)
+    if by_integers(weights):
+        from forerun.kernels.linear.integer_panels import integer_code  # not needed for plain weights
+
+        code = (0, 0, 0, 0, *integer_code(which))
+    else:
+        code = (*_format_code(which), 0, 0, 0)
     row = rows.stride(0) * rows.element_size()
     each = format_of(which)
     panels = math.ceil(len(rows) / each.numbers.lanes)
