@@ -21,7 +21,7 @@ UNQUANTISED = "bfloat16"
 FORMATS = (UNQUANTISED, *PURE, *MIXED)
 POSITIONS = 32_768
 """Of random models."""
-SHAPES = {name: ModelShape.parse(name) for name in ("qwen2.5-0.5b", "qwen3-0.6b", "qwen2.5-1.5b")}
+SHAPES = {name: ModelShape.parse(name) for name in ("qwen2.5-0.5b", "qwen3-0.6b", "qwen2.5-1.5b", "llama-3-8b")}
 """Of random models. Rows of the first are no multiple of 256, so that llama.cpp replaces K-quants by other formats, as
 in that model's files."""
 
@@ -67,7 +67,7 @@ class ModelFiles:
         if self._model not in SHAPES:
             return load(self._model, "bfloat16", device="cpu")
         shape = SHAPES[self._model]
-        return random_model(shape, torch.bfloat16, max_position_embeddings=POSITIONS), load(BUNDLED)[1]
+        return random_model(shape, torch.bfloat16, "meta", max_position_embeddings=POSITIONS), load(BUNDLED)[1]
 
 
 QUANTISER = "benchmarks.peers.llamacpp_python"

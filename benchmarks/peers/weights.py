@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -18,6 +19,8 @@ ARCHITECTURES = ("llama", "mistral")
 """Model types that are ``llama`` for llama.cpp."""
 PRECISIONS = {torch.float32: ("F32", 0), torch.bfloat16: ("BF16", 32), torch.float16: ("F16", 1)}
 """GGUF's name of each torch type, and the file type number for files that mostly hold it."""
+RANDOM_SIZE = 0.02
+"""Standard deviation of random weights: that of transformers' models."""
 _COMPUTED = ("tokenizer.", "llama.", "general.name")
 """Prefixes of the keys that are taken from a source file."""
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
@@ -49,7 +52,7 @@ def write(
     """Write the model with its exact weights.
 
     Args:
-        model: one that ``check`` accepts.
+        model: one that ``check`` accepts. Weights on the device ``meta`` are written as seeded random numbers.
         tokenizer: the model's.
         file: path of the new file.
         source: the GGUF file that the model came from, if there is one.
@@ -68,16 +71,23 @@ def write(
     precision, number = PRECISIONS[dtype or model.dtype]
     writer.add_file_type(number)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    kind = gguf.GGMLQuantizationType[precision]
-    for name, tensor in _tensors(model):
-        stored = tensor.float().numpy()
-        if tensor.dim() == 1:  # norms; llama.cpp needs them in float32
-            writer.add_tensor(name, stored)
-        else:
-            writer.add_tensor(name, gguf.quants.quantize(stored, kind), raw_dtype=kind)
-    for finish in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+    kinds = gguf.GGMLQuantizationType
+    tensors = {name: (tensor, kinds.F32 if tensor.dim() == 1 else kinds[precision]) for name, tensor in _tensors(model)}
+    for name, (tensor, kind) in tensors.items():  # llama.cpp needs norms in float32
+        nbytes = tensor.numel() * gguf.GGML_QUANT_SIZES[kind][1]
+        writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), nbytes, kind)
+    for finish in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_ti_data_to_file):
         finish()
+    torch.manual_seed(0)
+    for tensor, kind in tensors.values():
+        writer.write_tensor_data(gguf.quants.quantize(_numbers(tensor).float().numpy(), kind))
     writer.close()
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_meta:
+        return tensor.contiguous()
+    return torch.ones(tensor.shape) if tensor.dim() == 1 else torch.randn(tensor.shape) * RANDOM_SIZE
 
 
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -95,7 +105,8 @@ def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
         if stored is None:
             raise ValueError(f"{name} has no name in a GGUF file of llama")
         count = next((count for end, count in heads.items() if name.endswith(end)), None)
-        yield stored, tensor.detach().cpu() if count is None else interleaved(tensor.detach().cpu(), count)
+        here = tensor.detach() if tensor.is_meta else tensor.detach().cpu()
+        yield stored, here if count is None else interleaved(here, count)
 
 
 def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:

@@ -133,7 +133,7 @@ def stated(folder: Path, method: str, **more: object) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "torchao", "compressed-tensors"])
+@pytest.mark.parametrize("method", ["bitsandbytes", "torchao", "compressed-tensors"])
 def test_other_quantised_checkpoints_are_refused_by_name(method, folder):
     stated(folder, method)
     with pytest.raises(ValueError, match=f"quantised by {method}, for which there is no exact kernel.* --quantize"):

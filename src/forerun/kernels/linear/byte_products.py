@@ -45,10 +45,18 @@ def takes_large_bytes() -> bool:
     return "+avx512vnni" in features() or "+avxvnni" in features()
 
 
+def ignores_high_halves() -> bool:
+    """Return whether ``bytes_from_table`` ignores the high halves of codes, so that nothing has to clear them."""
+    return "+avx512vbmi" in features()
+
+
 def bytes_from_table(e: Emitter, codes: ir.Value, values: Sequence[int]) -> ir.Value:
-    """Look up each byte, a number below 16, in a table of 16 values."""
+    """Look up each byte, a number below 16, in a table of 16 values; see ``ignores_high_halves``."""
     b, indices = e.builder, e.builder.bitcast(codes, BYTES)
     kind = ir.IntType(8)
+    if ignores_high_halves():  # indices have six bits there, and the table repeats every 16 bytes
+        table = BYTES([kind(value) for value in values] * (BYTES.count // 16))
+        return b.bitcast(_called(e, "llvm.x86.avx512.permvar.qi.512", BYTES, table, indices), WORDS)
     if "+avx512bw" in features():
         table = BYTES([kind(value) for value in values] * (BYTES.count // 16))
         return b.bitcast(_called(e, "llvm.x86.avx512.pshuf.b.512", BYTES, table, indices), WORDS)

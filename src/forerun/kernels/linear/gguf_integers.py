@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from forerun.kernels.linear.block_sums import HALVES_AND_MINIMUM, MINIMUM, SHIFTED, SHIFTED_HALVES, BlockSums
-from forerun.kernels.linear.byte_products import bytes_from_table, spread, takes_large_bytes
+from forerun.kernels.linear.byte_products import bytes_from_table, ignores_high_halves, spread, takes_large_bytes
 from forerun.kernels.linear.gguf_formats import (
     FP4_VALUES,
     GGUF_FORMATS,
@@ -108,7 +108,7 @@ class _TableCodes(IntegerFormat):
     """IQ4_NL and MXFP4, whose codes stand for values of a table."""
 
     def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
-        words = nibbles(e, quads(e, rows, self.bytes - 16))
+        words = quads(e, rows, self.bytes - 16)
         if self.name == "MXFP4":
             yield looked_up(e, words, FP4, power_at(e, rows, 0))
         else:
@@ -128,7 +128,7 @@ class _SuperTableCodes(IntegerFormat):
 
     def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
         here = rows.at(e.times(part, 16))
-        yield looked_up(e, nibbles(e, quads(e, here, 8)), IQ4, scales.get(part))
+        yield looked_up(e, quads(e, here, 8), IQ4, scales.get(part))
 
 
 class _SuperNibbleCodes(IntegerFormat):
@@ -295,8 +295,9 @@ def nibbles(e: Emitter, words: Sequence[ir.Value]) -> list[ir.Value]:
 
 
 def looked_up(e: Emitter, words: Sequence[ir.Value], table: Sequence[int], scale: ir.Value) -> BlockCodes:
-    """Return codes that stand for bytes of a table."""
-    return BlockCodes([bytes_from_table(e, word, table) for word in words], (scale,))
+    """Return codes that stand for bytes of a table: by the low halves of four words' bytes, then by the high halves."""
+    halves = [shifted(e, word, at) for at in (0, 4) for word in words] if ignores_high_halves() else nibbles(e, words)
+    return BlockCodes([bytes_from_table(e, word, table) for word in halves], (scale,))
 
 
 def bits_of_bytes(e: Emitter, words: ir.Value, at: int, count: int, to: int) -> ir.Value:

@@ -42,7 +42,8 @@ from forerun.core.install_command import install_command
 from forerun.kernels.runtime.vector_ir import unusable
 from forerun.models.forward.architecture import STORED
 from forerun.models.loading import gguf
-from forerun.models.loading.quantised_checkpoints import make_ordinary, prepare
+from forerun.models.loading.packed_checkpoints import Packing, check_unused, type_of_scales, unpacked
+from forerun.models.loading.quantised_checkpoints import make_ordinary, name_after, prepare
 from forerun.reference import bundled
 
 LOG = log.getLogger(__name__)
@@ -246,10 +247,13 @@ def _from_folder(
     _check_tokenizer(folder)
     tokenizer = _tokenizer(source)
     more: dict[str, Any] = {} if ranks == 1 else {"distributed_config": DistributedConfig(tp_size=ranks)}
-    if (method := prepare(folder, config)) is not None:
+    method, packing = prepare(folder, config)
+    if method is not None:
         LOG.info("%s: the weights (%s) are dequantised", folder, method)
         more["config"] = config
-    load_model = partial(_model, source, dtype, config.model_type, use_safetensors=True, **more)
+    if packing is not None and ranks > 1:
+        raise ValueError(f"{folder} is quantised by {method}, which one process dequantises; {ranks} cannot share it")
+    load_model = partial(_model, source, dtype, config.model_type, packing, use_safetensors=True, **more)
     if quantize is None:
         return load_model(), tokenizer
     from forerun.models.loading.quantised import load_quantised  # needs gguf, which may not be installed
@@ -330,19 +334,32 @@ def _tokenizer(source: _ModelFile) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _model(source: _ModelFile, dtype: str, kind: str, **more: Any) -> PreTrainedModel:
+def _model(source: _ModelFile, dtype: str, kind: str, packing: Packing | None = None, **more: Any) -> PreTrainedModel:
     wrapper = kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     auto = AutoModelForImageTextToText if wrapper else AutoModelForCausalLM  # given text only
     chosen = dtype if dtype == "auto" else getattr(torch, dtype)
+    tensors = {} if packing is None else unpacked(packing)
     try:
-        model, info = auto.from_pretrained(
-            source.folder, dtype=chosen, output_loading_info=True, **source.options, **more
-        )
+        if packing is None:
+            model, info = auto.from_pretrained(
+                source.folder, dtype=chosen, output_loading_info=True, **source.options, **more
+            )
+        else:
+            if dtype == "auto":
+                chosen = more["config"].dtype or type_of_scales(tensors)
+            with torch.device("meta"):
+                shell = auto.from_config(more["config"], trust_remote_code=source.options["trust_remote_code"])
+            model, info = type(shell).from_pretrained(
+                None, config=shell.config, dtype=chosen, state_dict=tensors, output_loading_info=True
+            )
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(f"the weights in {source.name} cannot be loaded: {error}") from error
     check_complete(source.name, sorted(info["missing_keys"]))
     if source.folder == source.name:  # a GGUF file is finished by ``gguf.finish``
         make_ordinary(model)
+    if packing is not None:
+        check_unused(packing, tensors, info["unexpected_keys"])
+        name_after(model, source.folder)
     return model
 
 

@@ -24,12 +24,13 @@ import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, quantize
 from torch import nn
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from forerun.models.forward.runtime import user_folder
 from forerun.models.loading.as_stored import load_as_stored
 from forerun.models.loading.gguf import GGUF_SUFFIX, Progress, counted, read_header
 from forerun.models.loading.gguf_layout import EXPERTS, TransformersLayout
+from forerun.models.loading.quantised_checkpoints import name_after
 
 log = logging.getLogger(__name__)
 
@@ -76,9 +77,7 @@ def load_quantised(
     if not file.exists():
         _write(folder, file, _parts(folder, load(), GGMLQuantizationType[kind.upper()]), progress)
     model = load_as_stored(file, read_header(file), config, progress, TransformersLayout())
-    model.name_or_path = str(folder)
-    with suppress(OSError):  # a missing one follows from the configuration
-        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    name_after(model, folder)
     return model
 
 

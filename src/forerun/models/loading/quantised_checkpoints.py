@@ -1,32 +1,45 @@
-"""Dequantise folders with quantised weights where transformers does that on any device, and reject others."""
+"""Choose what dequantises a folder's quantised weights, transformers or ``packed_checkpoints``, and reject others."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from forerun.models.loading.packed_checkpoints import INSTEAD, PACKED, Packing
 
 DEQUANTISED = ("fp8", "mxfp4", "mxfp8")
 """Methods that transformers dequantises without further packages, by one multiplication per number. Scales of MXFP4 and
 MXFP8 are powers of two, so nothing is rounded."""
 
 
-def prepare(folder: Path, config: PreTrainedConfig) -> str | None:
-    """Let transformers dequantise, by changing ``config``; return the method, or None. Raise ValueError if it
-    cannot."""
+def prepare(folder: Path, config: PreTrainedConfig) -> tuple[str | None, Packing | None]:
+    """Change ``config`` so that transformers dequantises what it can, or sees ordinary weights where this package does.
+
+    Returns:
+        The quantisation method, None for ordinary weights; and how they are packed if transformers cannot read them.
+
+    Raises:
+        ValueError: for another method, or an unsupported variant of it, with what to do.
+    """
     stated: Any = getattr(config, "quantization_config", None)
     if stated is None:
-        return None
-    method = stated.get("quant_method", "bitsandbytes" if "load_in_4bit" in stated else "an unnamed method")
+        return None, None
+    method = str(stated.get("quant_method", "bitsandbytes" if "load_in_4bit" in stated else "an unnamed method"))
+    if method in PACKED:
+        packing = Packing.stated(folder, stated)
+        del config.quantization_config
+        return method, packing
     if method not in DEQUANTISED:
         raise ValueError(
             f"the weights in {folder} are quantised by {method}, for which there is no exact kernel here; allowed are "
-            f"weights that are not quantised, and {', '.join(DEQUANTISED)}, which are dequantised; give the folder "
-            "that they were made from, with --quantize q4_0 or q8_0 on a CPU, or a GGUF file of the model"
+            f"weights that are not quantised, and {', '.join((*DEQUANTISED, *PACKED))}, which are dequantised; "
+            f"{INSTEAD}"
         )
     config.quantization_config = stated | {"dequantize": True}
-    return str(method)
+    return method, None
 
 
 def make_ordinary(model: PreTrainedModel) -> None:
@@ -35,3 +48,10 @@ def make_ordinary(model: PreTrainedModel) -> None:
     model.is_quantized = False
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
+
+
+def name_after(model: PreTrainedModel, folder: Path) -> None:
+    """Give a model that was not loaded by the folder's name that name, and the folder's generation settings."""
+    model.name_or_path = str(folder)
+    with suppress(OSError):  # there are none: they follow from the configuration
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)

@@ -1,0 +1,211 @@
+"""GPTQ's and AWQ's folders: the numbers that their own programs multiply by, by a reference that packs bit by bit."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.saved_models import small_tokenizer
+from support.tiny import tiny
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from forerun import Engine
+from forerun.models.loading.load import load
+
+AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The integer in each place of an AWQ word, from the lowest bits."""
+
+
+def packed(integers: np.ndarray, bits: int, places: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Pack along the last axis, integer by integer, in Python's own numbers."""
+    count = 32 // bits
+    rows = []
+    for row in integers.tolist():
+        words = []
+        for first in range(0, len(row), count):
+            word = sum(row[first + (places or range(count))[place]] << bits * place for place in range(count))
+            words.append(word - (1 << 32) if word >> 31 else word)
+        rows.append(words)
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def one(rows: int, columns: int, group: int, bits: int, form: str, rng, act_order: bool = False):
+    """A matrix ``[rows, columns]`` of a checkpoint in float64, and its tensors."""
+    groups = -(-columns // group)
+    q = rng.integers(0, 1 << bits, (rows, columns))
+    zeros = rng.integers(form == "gptq", 1 << bits, (rows, groups))
+    scales = (rng.uniform(0.01, 0.05, (rows, groups)) * 8 / (1 << bits)).astype(np.float16)
+    owner = np.arange(columns) // group
+    if act_order:
+        owner = rng.permutation(owner)
+    weight = (q - zeros[:, owner]) * scales.astype(np.float64)[:, owner]
+    tensors = {"scales": torch.from_numpy(scales.T.copy())}
+    if form == "awq":
+        tensors["qweight"] = packed(q.T, bits, AWQ_PLACES)
+        tensors["qzeros"] = packed(zeros.T, bits, AWQ_PLACES)
+    else:
+        tensors["qweight"] = packed(q, bits).t().contiguous()
+        tensors["qzeros"] = packed(zeros.T - (form == "gptq"), bits)
+        tensors["g_idx"] = torch.from_numpy(owner.astype(np.int32))
+    return weight, tensors
+
+
+def state(folder: Path, form: str, bits: int, group: int, **more: object) -> None:
+    method = {"quant_method": "awq", "version": "gemm", "zero_point": True}
+    if form != "awq":
+        method = {"quant_method": "gptq", "checkpoint_format": form, "sym": False}
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = method | {"bits": bits, "group_size": group} | more
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def write(folder: Path, model: LlamaForCausalLM, form: str, bits: int, group: int, act_order: bool = False):
+    """Write a model's projections packed; return their weights."""
+    rng, expected = np.random.default_rng(5), {}
+    model.to(torch.float16).save_pretrained(folder)
+    small_tokenizer().save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    for name in [each for each in weights if "_proj" in each or ".experts." in each]:
+        owner, (rows, columns) = name.removesuffix(".weight"), weights.pop(name).shape
+        size = columns if group == -1 else group
+        expected[name], tensors = one(rows, columns, size, bits, form, rng, act_order)
+        weights |= {f"{owner}.{part}": tensor for part, tensor in tensors.items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    state(folder, form, bits, group)
+    return expected
+
+
+def small() -> LlamaForCausalLM:
+    torch.manual_seed(3)
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=len(small_tokenizer()), initializer_range=0.3, eos_token_id=7, **shape)
+    )
+
+
+def numbers(model: LlamaForCausalLM, name: str) -> np.ndarray:
+    weight = model.get_parameter(name).detach()
+    assert weight.is_contiguous()
+    return weight.double().numpy()
+
+
+CASES = [("gptq", 4, 32, True), ("gptq", 8, 32, False), ("gptq", 2, -1, False), ("gptq_v2", 4, 16, True),
+         ("awq", 4, 32, False), ("awq", 4, -1, False)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "bits", "group", "act_order"), CASES)
+def test_weights_are_exact_in_float32_and_the_programs_own_in_float16(form, bits, group, act_order, tmp_path):
+    expected = write(tmp_path, small(), form, bits, group, act_order)
+    exact, _ = load(str(tmp_path), "float32")
+    own, _ = load(str(tmp_path))
+    assert len(expected) == 14 and own.dtype == torch.float16
+    for name, weight in expected.items():
+        assert np.array_equal(numbers(exact, name), weight)
+        assert np.array_equal(numbers(own, name), weight.astype(np.float16))
+
+
+def test_the_model_is_like_any_other(tmp_path):
+    expected = write(tmp_path, small(), "gptq", 4, 32)
+    model, tokenizer = load(str(tmp_path), "float32")
+    assert not hasattr(model.config, "quantization_config") and model.name_or_path == str(tmp_path)
+    assert model.generation_config.eos_token_id == 7
+    plain = LlamaForCausalLM(model.config)
+    plain.load_state_dict(model.state_dict() | {name: torch.from_numpy(each) for name, each in expected.items()})
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, plain(ids).logits)
+    prompt = [3, 4, 5, 3, 4, 5, 3, 4]
+    texts = [Engine(model, name, tokenizer=tokenizer).generate(prompt, max_new_tokens=20) for name in ("none", "trie")]
+    assert texts[0].generated == texts[1].generated
+
+
+def test_experts_are_dequantised_too(tmp_path):
+    model = tiny("mixtral")
+    config = model.config
+    config.vocab_size, config.eos_token_id = len(small_tokenizer()), 7
+    expected = write(tmp_path, type(model)(config), "awq", 4, 16)
+    loaded, _ = load(str(tmp_path), "float32")
+    experts = loaded.model.layers[0].mlp.experts
+    parts = (("w1", "gate_up_proj", slice(None, config.intermediate_size)), ("w2", "down_proj", slice(None)))
+    for part, name, rows in parts:
+        (weight,) = (each for key, each in expected.items() if f"layers.0.block_sparse_moe.experts.1.{part}" in key)
+        assert np.array_equal(getattr(experts, name)[1, rows].detach().double().numpy(), weight)
+
+
+def test_it_can_be_quantised_again(tmp_path, monkeypatch):
+    pytest.importorskip("gguf")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write(tmp_path / "model", small(), "awq", 4, 32)
+    model, _ = load(str(tmp_path / "model"), quantize="q8_0")
+    assert Engine(model, "none").generate([3, 4, 5], max_new_tokens=3).generated
+
+
+def without(part):
+    return lambda tensors: tensors.pop(f"model.layers.1.mlp.up_proj.{part}")
+
+
+def changed(part, change):
+    def edit(tensors):
+        name = f"model.layers.1.mlp.up_proj.{part}"
+        tensors[name] = change(tensors[name]).contiguous()
+
+    return edit
+
+
+@pytest.mark.parametrize(("edit", "said"), [
+    (without("qzeros"), r"up_proj.qzeros is missing"),
+    (without("scales"), r"up_proj.scales is missing"),
+    (without("qweight"), r"up_proj.qweight is missing"),
+    (changed("qzeros", lambda t: t[:, :-1]), r"up_proj.qzeros has the shape \[2, 11\], and the .* for \[2, 12\]"),
+    (changed("scales", lambda t: t[:, :-8]), r"up_proj.qweight has the shape \[8, 96\], and the .* for \[8, 88\]"),
+    (changed("g_idx", lambda t: t + 1), r"up_proj.g_idx has values from 1 to 2, and there are 2 groups"),
+    (changed("g_idx", lambda t: t[1:]), r"up_proj.g_idx has the shape \[63\], and the .* for \[64\]"),
+    (changed("qweight", lambda t: t.long()), r"up_proj.qweight has the type I64; it must be I32"),
+    (changed("qzeros", lambda t: t | 15), r"up_proj.qzeros has zero points that .* as 0 and others as 16"),
+    (lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.bias": torch.ones(96)}), r"no place for .*.bias"),
+])  # fmt: skip
+def test_what_is_missing_or_does_not_fit_is_named(edit, said, tmp_path):
+    write(tmp_path, small(), "gptq", 4, 32)
+    weights = load_file(tmp_path / "model.safetensors")
+    edit(weights)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=said):
+        load(str(tmp_path), "float32")
+
+
+def test_biases_of_zeros_that_the_model_lacks_are_left_out(tmp_path):
+    write(tmp_path, small(), "gptq", 4, 32)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file(weights | {"model.layers.0.mlp.up_proj.bias": torch.zeros(96)}, tmp_path / "model.safetensors")
+    assert load(str(tmp_path), "float32")[0].model.layers[0].mlp.up_proj.bias is None
+
+
+def test_groups_are_of_consecutive_inputs_where_none_are_named(tmp_path):
+    expected = write(tmp_path, small(), "gptq", 4, 32)
+    weights = load_file(tmp_path / "model.safetensors")
+    kept = {name: each for name, each in weights.items() if not name.endswith("g_idx")}
+    save_file(kept, tmp_path / "model.safetensors")
+    model, _ = load(str(tmp_path), "float32")
+    assert all(np.array_equal(numbers(model, name), each) for name, each in expected.items())
+    state(tmp_path, "gptq", 4, 48)
+    with pytest.raises(ValueError, match=r"down_proj.scales has 3 groups, and 96 inputs in groups of 48"):
+        load(str(tmp_path), "float32")
+
+
+@pytest.mark.parametrize(("form", "more", "said"), [
+    ("gptq", {"bits": 3}, "gptq with bits 3; supported is 2 or 4 or 8"),
+    ("gptq", {"checkpoint_format": "marlin"}, "gptq with checkpoint_format 'marlin'; supported is gptq or gptq_v2"),
+    ("gptq", {"dynamic": {"-:lm_head": {}}}, "with dynamic .* supported is a single number of bits"),
+    ("gptq", {"group_size": 0}, "group_size 0; it must be positive or -1"),
+    ("awq", {"version": "gemv"}, "awq with version 'gemv'; supported is awq or gemm"),
+    ("awq", {"bits": 8}, "awq with bits 8; supported is 4"),
+])  # fmt: skip
+def test_other_variants_are_refused_by_name(form, more, said, tmp_path):
+    write(tmp_path, small(), form, 4, 32)
+    state(
+        tmp_path, form, **{"bits": 4, "group": 32} | {"group" if k == "group_size" else k: v for k, v in more.items()}
+    )
+    with pytest.raises(ValueError, match=said):
+        load(str(tmp_path), "float32")
