@@ -106,7 +106,9 @@ def test_an_index_that_grows_drafts_as_one_that_was_large_at_once():
 
 
 def test_a_limit_without_room_is_refused():
-    with pytest.raises(ValueError, match=f"the limit is 5 bytes for 1 namespaces; allowed: {MIN_GROWTH_BYTES}"):
+    with pytest.raises(
+        ValueError, match=f"the limit is 5 bytes for 1 namespaces; the minima are {MIN_GROWTH_BYTES} and 1"
+    ):
         Trie().bound(5, 1)
 
 

@@ -33,7 +33,7 @@ LEARN_TOKENS = 32
 """Index lazily: at the next draft, or when a request lacks 32 tokens at a look-up of its suffix, for all requests in
 one call. So a step without drafts seldom pays for indexing."""
 
-NOTHING = Limit(0)
+NO_NODES = Limit(0)
 NOTHING_BEFORE = np.array([-1])
 """Stands before a request's first token; see ``RecycledRows``."""
 
@@ -166,7 +166,7 @@ class TrieSource(Source):
     def _missing(self, text: _Text) -> int:
         return len(text.request) - self.trie.length(text.request.id)
 
-    def _update(self, text: _Text, request: Request, limit: Limit = NOTHING) -> TextUpdate:
+    def _update(self, text: _Text, request: Request, limit: Limit = NO_NODES) -> TextUpdate:
         """Return what is to be indexed of a request. Tokens that a fork has beyond it are drafts."""
         number, tokens = request.id, request.tokens
         known, end = self.trie.length(number), len(text.request)
