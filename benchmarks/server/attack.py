@@ -48,6 +48,8 @@ MAX_RATIO = 2.0
 STREAM_TOKENS = 96
 TEXT = Path(json.__file__).read_text()
 """Prompts are cut from a module of Python's library."""
+STARTING_SECONDS = 120
+"""Time for the attacking process to import and to make its bodies, on a busy computer."""
 NICE = 19
 """Lowest priority: a real attacker does not use this computer's processors."""
 COMPUTING = f"""
@@ -162,6 +164,7 @@ def run(options: AttackOptions) -> None:
         counts = context.Queue()
         attacker = context.Process(target=_attack, args=(server.url, options, counts))
         attacker.start()
+        counts.get(timeout=STARTING_SECONDS)
         rows.append(_phase(server, options.seconds, "beside"))
         attacked, sent = counts.get(timeout=options.seconds + 120)
         attacker.join()
@@ -274,10 +277,11 @@ def _computing() -> Iterator[None]:
 
 
 def _attack(url: str, options: AttackOptions, counts: Any) -> None:
-    """Attack, in a separate process."""
+    """Attack, in a separate process; say when it begins."""
     if hasattr(os, "nice"):
         os.nice(NICE)
     large = {name: (LARGE[name][0], LARGE[name][1]()) for name in options.kinds if name in LARGE}
+    counts.put("begun")
     counts.put(asyncio.run(_flood(url, large, options)))
 
 

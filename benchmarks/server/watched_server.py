@@ -30,13 +30,14 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 """A chat template for the bundled model, which has none."""
-PARTS = ("computing", "waiting in steps", "between steps", "delivery")
-"""Of a gap between chunks: processor time of the decoding thread in steps; the rest of these steps, when it waits for a
-processor or a lock; the time without a step; and the change in the time from the step's end until the chunk arrives."""
+PARTS = ("computing", "waiting for a processor", "waiting otherwise", "between steps", "delivery")
+"""Of a gap between chunks: processor time of the decoding thread in steps; time in them when it could run but had no
+processor (Linux alone tells); the rest of these steps, when it waits for a lock or another thread; the time without a
+step; and the change in the time from the step's end until the chunk arrives."""
 SLOWEST = 0.01
 """The share of gaps whose parts are reported."""
-Step = tuple[float, float, float, int, int]
-"""Beginning, end, processor seconds, waits for locks, preemptions."""
+Step = tuple[float, float, float, float, int, int]
+"""Beginning, end, processor seconds, seconds in a processor's queue, waits for locks, preemptions."""
 
 
 class WatchedServer:
@@ -93,16 +94,28 @@ class StepTimes:
         step = Batch.step
 
         def timed(batch: Batch, *args: Any) -> Any:
-            began, cpu, before = time.perf_counter(), time.thread_time(), resource.getrusage(resource.RUSAGE_THREAD)
+            began, cpu, before, queued = (
+                time.perf_counter(), time.thread_time(), resource.getrusage(resource.RUSAGE_THREAD), _queued()
+            )  # fmt: skip
             try:
                 return step(batch, *args)
             finally:
-                used, after = time.thread_time() - cpu, resource.getrusage(resource.RUSAGE_THREAD)
+                used, queued, after = (
+                    time.thread_time() - cpu, _queued() - queued, resource.getrusage(resource.RUSAGE_THREAD)
+                )  # fmt: skip
                 waits, preemptions = after.ru_nvcsw - before.ru_nvcsw, after.ru_nivcsw - before.ru_nivcsw
                 # the clock last: a busy computer preempts at a system call such as those above
-                self._steps.append((began, time.perf_counter(), used, waits, preemptions))
+                self._steps.append((began, time.perf_counter(), used, queued, waits, preemptions))
 
         Batch.step = timed  # type: ignore[method-assign, assignment]
+
+
+def _queued() -> float:
+    """Return the seconds that this thread has waited for a processor so far; 0 where the system does not count them."""
+    try:
+        return int(Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
 
 
 def gap_parts(chunks: Sequence[float], steps: Sequence[Step]) -> list[dict[str, float]]:
@@ -113,11 +126,10 @@ def gap_parts(chunks: Sequence[float], steps: Sequence[Step]) -> list[dict[str, 
         if not first:
             continue
         inside = steps[first:last]
-        computing, stepping = sum(step[2] for step in inside), sum(step[1] - step[0] for step in inside)
-        span = ends[last - 1] - ends[first - 1]
-        parts = computing, stepping - computing, span - stepping, after - before - span
-        counts = {"steps": len(inside), "waits": sum(step[3] for step in inside)}
-        counts["preemptions"] = sum(step[4] for step in inside)
+        computing, queued, waits, preemptions = (sum(step[place] for step in inside) for place in range(2, 6))
+        stepping, span = sum(step[1] - step[0] for step in inside), ends[last - 1] - ends[first - 1]
+        parts = computing, queued, stepping - computing - queued, span - stepping, after - before - span
+        counts = {"steps": len(inside), "waits": waits, "preemptions": preemptions}
         found.append({"seconds": after - before, **dict(zip(PARTS, parts, strict=True)), **counts})
     return found
 

@@ -50,9 +50,9 @@ def test_gaps_are_told_by_what_was_open_meanwhile():
 
 
 def test_the_parts_of_a_gap_between_chunks_add_up_to_it():
-    steps = [(0.0, 1.0, 0.9, 0, 0), (1.5, 3.5, 0.5, 3, 1), (3.5, 5.0, 1.0, 0, 2)]
+    steps = [(0.0, 1.0, 0.9, 0.0, 0, 0), (1.5, 3.5, 0.5, 0.5, 3, 1), (3.5, 5.0, 1.0, 0.0, 0, 2)]
     (gap,) = watched_server.gap_parts([1.25, 5.5], steps)
-    assert [gap[part] for part in watched_server.PARTS] == [1.5, 2.0, 0.5, 0.25] and gap["seconds"] == 4.25
+    assert [gap[part] for part in watched_server.PARTS] == [1.5, 0.5, 1.5, 0.5, 0.25] and gap["seconds"] == 4.25
     assert (gap["steps"], gap["waits"], gap["preemptions"]) == (2, 3, 3)
     assert watched_server.slowest([[1.25, 5.5], [5.5, 5.75]], steps) == gap
     assert watched_server.slowest([], steps) == {} and watched_server.gap_parts([0.5, 2.0], steps) == []

@@ -1,9 +1,10 @@
-"""Fair sharing between threads and tenants: a first-come lock, a round-robin executor, and eviction by owner."""
+"""Fair sharing between threads and tenants: a first-come lock, executors, and eviction by owner."""
 
 from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
 import threading
 from collections import Counter, deque
@@ -121,6 +122,24 @@ class FairExecutor:
                 self._threads.submit(self._run_next, owner)
             else:
                 del self._waiting[owner]
+
+
+BACKGROUND_NICE = 10
+"""Steps of priority below the process's: beside a thread of the process, a tenth of a processor's time."""
+
+
+def background(name: str) -> ThreadPoolExecutor:
+    """Return an executor of one thread of lower priority, for compiled code without Python's lock.
+
+    With that lock, a thread that has to wait for a processor would keep all others waiting.
+    """
+    return ThreadPoolExecutor(1, name, initializer=_lower_priority)
+
+
+def _lower_priority() -> None:
+    if sys.platform == "linux":  # elsewhere, threads have no such priority
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + BACKGROUND_NICE)
 
 
 def locked(method: Method) -> Method:

@@ -12,7 +12,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -25,6 +24,7 @@ from forerun.core.install_command import install_command
 from forerun.core.sampling import Constraint
 from forerun.core.tree import IntArray
 from forerun.models.text.grammar_limits import check_lark, check_regex, checked_schema
+from forerun.models.text.prompts import compiled_tokenizer
 from forerun.models.text.schemas import SchemaError
 
 if TYPE_CHECKING:
@@ -119,9 +119,8 @@ class Grammars:
         """Return arguments of ``llguidance.LLTokenizer``, for any process; ``prepare`` checks the tokenizer."""
         tokenizer = self.tokenizer
         assert isinstance(tokenizer, PreTrainedTokenizerFast)
-        backend = copy(tokenizer.backend_tokenizer)
-        backend.no_padding()
-        backend.no_truncation()
+        backend = compiled_tokenizer(tokenizer)
+        assert backend is not None
         own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         ends = list(dict.fromkeys([*self._ends, *own]))
         size = max(self._vocabulary, len(tokenizer))

@@ -9,9 +9,11 @@ import hashlib
 import inspect
 import json
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any, TypeGuard
 
 import torch
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 
@@ -19,6 +21,18 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a digest of all tokens and their ids, equal for tokenizers whose ids mean the same."""
     tokens = sorted(tokenizer.get_vocab().items(), key=lambda pair: (pair[1], pair[0]))
     return hashlib.blake2b(json.dumps(tokens).encode(), digest_size=16).hexdigest()
+
+
+def compiled_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
+    """Return a copy of the tokenizer's compiled part, without the truncation and padding that its file may set.
+
+    None if it has no such part.
+    """
+    backend = copy(getattr(tokenizer, "backend_tokenizer", None))
+    if backend is not None:
+        backend.no_truncation()
+        backend.no_padding()
+    return backend
 
 
 Messages = Sequence[Mapping[str, Any]]
