@@ -28,14 +28,16 @@ PACKED = ("gptq", "awq")
 """Methods dequantised here."""
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where each of eight consecutive integers of an AWQ word is, counted from its lowest bits."""
-INDEX = "model.safetensors.index.json"
-INSTEAD = "give the folder that it was made from, with --quantize q4_0 or q8_0 on a CPU, or a GGUF file of the model"
-FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+SHARD_INDEX = "model.safetensors.index.json"
+UNQUANTISED_INSTEAD = (
+    "give the folder that it was made from, with --quantize q4_0 or q8_0 on a CPU, or a GGUF file of the model"
+)
+SCALE_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 """Types of scales, by safetensors' names."""
 
 
 @dataclass(frozen=True)
-class Packing:
+class PackedLayout:
     """How a folder's matrices are packed; ``group_size`` None means one group."""
 
     folder: Path
@@ -46,7 +48,7 @@ class Packing:
     """Added to stored zero points."""
 
     @classmethod
-    def stated(cls, folder: Path, config: Mapping[str, Any]) -> Packing:
+    def stated(cls, folder: Path, config: Mapping[str, Any]) -> PackedLayout:
         """Read a ``quantization_config``. Raises ``ValueError`` for a variant that is not supported, with its name."""
         method = config["quant_method"]
         gptq = method == "gptq"
@@ -63,7 +65,7 @@ class Packing:
                 listed = " or ".join(str(each) for each in allowed[name] if each)
                 raise ValueError(
                     f"{folder} is quantised by {method} with {name} {value!r}; supported is "
-                    f"{listed or 'a single number of bits for all layers'}; {INSTEAD}"
+                    f"{listed or 'a single number of bits for all layers'}; {UNQUANTISED_INSTEAD}"
                 )
         if not isinstance(size, int) or size == 0 or size < -1:
             raise ValueError(f"{folder} is quantised by {method} with group_size {size!r}; it must be positive or -1")
@@ -71,6 +73,7 @@ class Packing:
 
     @property
     def per_word(self) -> int:
+        """Integers in a word."""
         return 32 // self.bits
 
     def unpack(self, words: torch.Tensor) -> torch.Tensor:
@@ -86,13 +89,13 @@ class PackedMatrix:
     Raises ``ValueError`` with the name of a tensor that is missing or does not fit.
     """
 
-    def __init__(self, packing: Packing, name: str, parts: Mapping[str, Any]) -> None:
+    def __init__(self, packing: PackedLayout, name: str, parts: Mapping[str, Any]) -> None:
         self._packing, self._name, self._parts = packing, name, parts
         for part in ("qweight", "qzeros", "scales"):
             if part not in parts:
                 raise self._wrong(part, "is missing")
         gptq, per_word = packing.method == "gptq", packing.per_word
-        groups, self._rows = self._shape("scales", tuple(FLOATS))
+        groups, self._rows = self._shape("scales", tuple(SCALE_TYPES))
         first, second = self._shape("qweight", ("I32",))
         self._columns = first * per_word if gptq else first
         self._check("qweight", [first, second], [first, self._rows if gptq else self._rows // per_word])
@@ -103,13 +106,15 @@ class PackedMatrix:
         self._zeros = packing.unpack(parts["qzeros"][...])
         most = 1 << packing.bits
         if packing.offset and (self._zeros == most - 1).any():
-            raise self._wrong("qzeros", f"has zero points that some programs read as 0 and others as {most}; {INSTEAD}")
+            raise self._wrong(
+                "qzeros", f"has zero points that some programs read as 0 and others as {most}; {UNQUANTISED_INSTEAD}"
+            )
         self._zeros += packing.offset
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of the scales."""
-        return FLOATS[self._parts["scales"].get_dtype()]
+        return SCALE_TYPES[self._parts["scales"].get_dtype()]
 
     def __getitem__(self, index: EllipsisType) -> torch.Tensor:
         """Return the matrix ``[O, K]``, float32."""
@@ -117,7 +122,8 @@ class PackedMatrix:
         integers = (
             self._packing.unpack(words.t()) if self._packing.method == "gptq" else self._packing.unpack(words).t()
         )
-        return (integers - self._zeros.t()[:, self._groups]).mul(scales.t()[:, self._groups]).contiguous()
+        weight: torch.Tensor = (integers - self._zeros.t()[:, self._groups]).mul(scales.t()[:, self._groups])
+        return weight.contiguous()
 
     def _groups_of_inputs(self, groups: int) -> torch.Tensor:
         size = self._packing.group_size or self._columns
@@ -126,7 +132,7 @@ class PackedMatrix:
                 raise self._wrong("scales", f"has {groups} groups, and {self._columns} inputs in groups of {size}")
             return torch.arange(self._columns) // size
         self._check("g_idx", self._shape("g_idx", ("I32",)), [self._columns])
-        found = self._parts["g_idx"][...].long()
+        found: torch.Tensor = self._parts["g_idx"][...].long()
         if found.min() < 0 or found.max() >= groups:
             raise self._wrong("g_idx", f"has values from {found.min()} to {found.max()}, and there are {groups} groups")
         return found
@@ -147,11 +153,11 @@ class PackedMatrix:
         return ValueError(f"{self._packing.folder}: tensor {self._name}.{part} {what}")
 
 
-def unpacked(packing: Packing) -> dict[str, Any]:
+def unpacked(packing: PackedLayout) -> dict[str, Any]:
     """Return a folder's tensors by their names in an ordinary checkpoint, none of them read yet."""
     tensors: dict[str, Any] = {}
     for file in _files(packing.folder):
-        opened = safe_open(file, framework="pt")
+        opened: Any = safe_open(file, framework="pt")
         tensors |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # it is no dict
     named: dict[str, dict[str, Any]] = {}
     for name in [*tensors]:
@@ -169,7 +175,7 @@ def type_of_scales(tensors: Mapping[str, Any]) -> torch.dtype:
     return next(each.dtype for each in tensors.values() if isinstance(each, PackedMatrix))
 
 
-def check_unused(packing: Packing, tensors: Mapping[str, Any], names: Iterable[str]) -> None:
+def check_unused(packing: PackedLayout, tensors: Mapping[str, Any], names: Iterable[str]) -> None:
     """Raise ``ValueError`` for a tensor that the model lacks, unless it is zero: some programs write such biases."""
     for name in sorted(names):
         if isinstance(tensors[name], PackedMatrix) or tensors[name][...].any():
@@ -177,11 +183,11 @@ def check_unused(packing: Packing, tensors: Mapping[str, Any], names: Iterable[s
 
 
 def _files(folder: Path) -> list[Path]:
-    index = folder / INDEX
+    index = folder / SHARD_INDEX
     if not index.exists():
         return sorted(folder.glob("*.safetensors"))
     names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
     for name in names:
         if not (folder / name).exists():
-            raise ValueError(f"{folder} lacks {name}, which {INDEX} names")
+            raise ValueError(f"{folder} lacks {name}, which {SHARD_INDEX} names")
     return [folder / name for name in names]
