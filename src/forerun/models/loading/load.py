@@ -42,7 +42,7 @@ from forerun.core.install_command import install_command
 from forerun.kernels.runtime.vector_ir import unusable
 from forerun.models.forward.architecture import STORED
 from forerun.models.loading import gguf
-from forerun.models.loading.packed_checkpoints import WordPacking, check_unused, type_of_scales, unpacked
+from forerun.models.loading.packed_checkpoints import PackedLayout, check_unused, type_of_scales, unpacked
 from forerun.models.loading.quantised_checkpoints import make_ordinary, name_after, prepare
 from forerun.reference import bundled
 
@@ -335,7 +335,7 @@ def _tokenizer(source: _ModelFile) -> PreTrainedTokenizerBase:
 
 
 def _model(
-    source: _ModelFile, dtype: str, kind: str, packing: WordPacking | None = None, **more: Any
+    source: _ModelFile, dtype: str, kind: str, packing: PackedLayout | None = None, **more: Any
 ) -> PreTrainedModel:
     wrapper = kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     auto = AutoModelForImageTextToText if wrapper else AutoModelForCausalLM  # given text only

@@ -28,8 +28,8 @@ PACKED = ("gptq", "awq")
 """Methods dequantised here."""
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where each of eight consecutive integers of an AWQ word is, counted from its lowest bits."""
-INDEX = "model.safetensors.index.json"
-WHAT_TO_GIVE = (
+SHARD_INDEX = "model.safetensors.index.json"
+UNQUANTISED_INSTEAD = (
     "give the folder that it was made from, with --quantize q4_0 or q8_0 on a CPU, or a GGUF file of the model"
 )
 SCALE_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
@@ -37,7 +37,7 @@ SCALE_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float3
 
 
 @dataclass(frozen=True)
-class WordPacking:
+class PackedLayout:
     """How a folder's matrices are packed; ``group_size`` None means one group."""
 
     folder: Path
@@ -48,7 +48,7 @@ class WordPacking:
     """Added to stored zero points."""
 
     @classmethod
-    def stated(cls, folder: Path, config: Mapping[str, Any]) -> WordPacking:
+    def stated(cls, folder: Path, config: Mapping[str, Any]) -> PackedLayout:
         """Read a ``quantization_config``. Raises ``ValueError`` for a variant that is not supported, with its name."""
         method = config["quant_method"]
         gptq = method == "gptq"
@@ -65,7 +65,7 @@ class WordPacking:
                 listed = " or ".join(str(each) for each in allowed[name] if each)
                 raise ValueError(
                     f"{folder} is quantised by {method} with {name} {value!r}; supported is "
-                    f"{listed or 'a single number of bits for all layers'}; {WHAT_TO_GIVE}"
+                    f"{listed or 'a single number of bits for all layers'}; {UNQUANTISED_INSTEAD}"
                 )
         if not isinstance(size, int) or size == 0 or size < -1:
             raise ValueError(f"{folder} is quantised by {method} with group_size {size!r}; it must be positive or -1")
@@ -73,7 +73,7 @@ class WordPacking:
 
     @property
     def per_word(self) -> int:
-        """Integers per word of 32 bits."""
+        """Integers in a word."""
         return 32 // self.bits
 
     def unpack(self, words: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ class PackedMatrix:
     Raises ``ValueError`` with the name of a tensor that is missing or does not fit.
     """
 
-    def __init__(self, packing: WordPacking, name: str, parts: Mapping[str, Any]) -> None:
+    def __init__(self, packing: PackedLayout, name: str, parts: Mapping[str, Any]) -> None:
         self._packing, self._name, self._parts = packing, name, parts
         for part in ("qweight", "qzeros", "scales"):
             if part not in parts:
@@ -107,7 +107,7 @@ class PackedMatrix:
         most = 1 << packing.bits
         if packing.offset and (self._zeros == most - 1).any():
             raise self._wrong(
-                "qzeros", f"has zero points that some programs read as 0 and others as {most}; {WHAT_TO_GIVE}"
+                "qzeros", f"has zero points that some programs read as 0 and others as {most}; {UNQUANTISED_INSTEAD}"
             )
         self._zeros += packing.offset
 
@@ -122,7 +122,8 @@ class PackedMatrix:
         integers = (
             self._packing.unpack(words.t()) if self._packing.method == "gptq" else self._packing.unpack(words).t()
         )
-        return (integers - self._zeros.t()[:, self._groups]).mul(scales.t()[:, self._groups]).contiguous()
+        weight: torch.Tensor = (integers - self._zeros.t()[:, self._groups]).mul(scales.t()[:, self._groups])
+        return weight.contiguous()
 
     def _groups_of_inputs(self, groups: int) -> torch.Tensor:
         size = self._packing.group_size or self._columns
@@ -152,7 +153,7 @@ class PackedMatrix:
         return ValueError(f"{self._packing.folder}: tensor {self._name}.{part} {what}")
 
 
-def unpacked(packing: WordPacking) -> dict[str, Any]:
+def unpacked(packing: PackedLayout) -> dict[str, Any]:
     """Return a folder's tensors by their names in an ordinary checkpoint, none of them read yet."""
     tensors: dict[str, Any] = {}
     for file in _files(packing.folder):
@@ -174,7 +175,7 @@ def type_of_scales(tensors: Mapping[str, Any]) -> torch.dtype:
     return next(each.dtype for each in tensors.values() if isinstance(each, PackedMatrix))
 
 
-def check_unused(packing: WordPacking, tensors: Mapping[str, Any], names: Iterable[str]) -> None:
+def check_unused(packing: PackedLayout, tensors: Mapping[str, Any], names: Iterable[str]) -> None:
     """Raise ``ValueError`` for a tensor that the model lacks, unless it is zero: some programs write such biases."""
     for name in sorted(names):
         if isinstance(tensors[name], PackedMatrix) or tensors[name][...].any():
@@ -182,11 +183,11 @@ def check_unused(packing: WordPacking, tensors: Mapping[str, Any], names: Iterab
 
 
 def _files(folder: Path) -> list[Path]:
-    index = folder / INDEX
+    index = folder / SHARD_INDEX
     if not index.exists():
         return sorted(folder.glob("*.safetensors"))
     names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
     for name in names:
         if not (folder / name).exists():
-            raise ValueError(f"{folder} lacks {name}, which {INDEX} names")
+            raise ValueError(f"{folder} lacks {name}, which {SHARD_INDEX} names")
     return [folder / name for name in names]

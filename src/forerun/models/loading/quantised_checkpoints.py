@@ -8,14 +8,14 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from forerun.models.loading.packed_checkpoints import PACKED, WHAT_TO_GIVE, WordPacking
+from forerun.models.loading.packed_checkpoints import PACKED, UNQUANTISED_INSTEAD, PackedLayout
 
 DEQUANTISED = ("fp8", "mxfp4", "mxfp8")
 """Methods that transformers dequantises without further packages, by one multiplication per number. Scales of MXFP4 and
 MXFP8 are powers of two, so nothing is rounded."""
 
 
-def prepare(folder: Path, config: PreTrainedConfig) -> tuple[str | None, WordPacking | None]:
+def prepare(folder: Path, config: PreTrainedConfig) -> tuple[str | None, PackedLayout | None]:
     """Change ``config`` so that transformers dequantises what it can, or sees ordinary weights where this package does.
 
     Returns:
@@ -29,14 +29,14 @@ def prepare(folder: Path, config: PreTrainedConfig) -> tuple[str | None, WordPac
         return None, None
     method = str(stated.get("quant_method", "bitsandbytes" if "load_in_4bit" in stated else "an unnamed method"))
     if method in PACKED:
-        packing = WordPacking.stated(folder, stated)
+        packing = PackedLayout.stated(folder, stated)
         del config.quantization_config
         return method, packing
     if method not in DEQUANTISED:
         raise ValueError(
             f"the weights in {folder} are quantised by {method}, for which there is no exact kernel here; allowed are "
             f"weights that are not quantised, and {', '.join((*DEQUANTISED, *PACKED))}, which are dequantised; "
-            f"{WHAT_TO_GIVE}"
+            f"{UNQUANTISED_INSTEAD}"
         )
     config.quantization_config = stated | {"dequantize": True}
     return method, None
