@@ -106,7 +106,7 @@ class Planner:
         return trees
 
     def learns_from(self, seconds: StepTimes) -> bool:
-        """Return whether any source learns from the step that took ``seconds``."""
+        """Record what a step took, and return whether any source learns from its outcomes."""
         return bool(self.sources)
 
     def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome | None], seconds: StepTimes) -> None:
