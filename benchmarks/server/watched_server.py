@@ -6,7 +6,9 @@ Run as a program, it is ``forerun serve`` with the given options, and answers ea
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -91,17 +93,19 @@ class StepTimes:
     def _watch(self) -> None:
         from forerun.engine.batch import Batch
 
-        step = Batch.step
+        step, clocks = Batch.step, threading.local()
 
         def timed(batch: Batch, *args: Any) -> Any:
+            if (in_queue := getattr(clocks, "queue", None)) is None:
+                in_queue = clocks.queue = QueueClock()
             began, cpu, before, queued = (
-                time.perf_counter(), time.thread_time(), resource.getrusage(resource.RUSAGE_THREAD), _queued()
+                time.perf_counter(), time.thread_time(), resource.getrusage(resource.RUSAGE_THREAD), in_queue()
             )  # fmt: skip
             try:
                 return step(batch, *args)
             finally:
                 used, queued, after = (
-                    time.thread_time() - cpu, _queued() - queued, resource.getrusage(resource.RUSAGE_THREAD)
+                    time.thread_time() - cpu, in_queue() - queued, resource.getrusage(resource.RUSAGE_THREAD)
                 )  # fmt: skip
                 waits, preemptions = after.ru_nvcsw - before.ru_nvcsw, after.ru_nivcsw - before.ru_nivcsw
                 # the clock last: a busy computer preempts at a system call such as those above
@@ -110,12 +114,24 @@ class StepTimes:
         Batch.step = timed  # type: ignore[method-assign, assignment]
 
 
-def _queued() -> float:
-    """Return the seconds that this thread has waited for a processor so far; 0 where the system does not count them."""
-    try:
-        return int(Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").read_text().split()[1]) / 1e9
-    except OSError:
-        return 0.0
+class QueueClock:
+    """Seconds that the calling thread has waited for a processor so far; 0 where the system does not count them.
+
+    The file stays open, and is read without releasing Python's lock: a step that waits for it after each reading would
+    be longer for being measured.
+    """
+
+    def __init__(self) -> None:
+        self._read = ctypes.PyDLL(None).pread
+        self._buffer = ctypes.create_string_buffer(128)
+        try:
+            self._file = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
+        except OSError:
+            self._file = -1
+
+    def __call__(self) -> float:
+        size = self._read(self._file, self._buffer, len(self._buffer), ctypes.c_long(0))
+        return int(self._buffer.raw[:size].split()[1]) / 1e9 if size > 0 else 0.0
 
 
 def gap_parts(chunks: Sequence[float], steps: Sequence[Step]) -> list[dict[str, float]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numba
 import numpy as np
 import pytest
 from support.processes import fork
@@ -105,6 +106,7 @@ def start(script: str, path: Path, name: str = "written") -> tuple[int, Path]:
             del sys.modules[module]
         sys.path.insert(0, str(path))
         sys.dont_write_bytecode = True
+        numba.config.CACHE_DIR = ""  # NUMBA_CACHE_DIR, if set: code is to be kept beside the package
         with file.open("w") as output, redirect_stdout(output):
             exec(script, {})
         return True

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import random
 import threading
 import time
 import weakref
@@ -273,15 +274,24 @@ def test_the_time_to_come_again_is_that_of_what_runs():
     assert 108 <= one.retry_after("a") <= 112
 
 
+def fifteen_and_one() -> list[Any]:
+    return [ticket("flood") for _ in range(15)] + [ticket("other")]
+
+
+def learn_line(shares: StepShares, running: list[Any], fixed: float, proposed: list[int]) -> None:
+    """Record steps whose tokens all cost 1, beside a fixed cost; every tenth is interrupted, and 20 times as long."""
+    for step in range(200):
+        commit = Commit(running[0].request, [1], 0, proposed[step % len(proposed)])
+        shares.learn([("flood", commit)], (fixed + 1 + commit.proposed) * (20 if step % 10 == 7 else 1))
+
+
 @pytest.mark.parametrize(
     ("fixed", "rows", "draft"), [(0, 1, MIN_SHARED_DRAFT), (24, 5, MIN_SHARED_DRAFT), (149, 15, 9), (10**6, 15, 64)]
 )
 def test_a_tenants_step_waits_no_longer_for_others_than_it_takes(fixed, rows, draft):
     """Where a token costs as much as the first, one row of the others steps along; where it costs nothing, all do."""
-    shares, running = StepShares(), [ticket("flood") for _ in range(15)] + [ticket("other")]
-    for count in range(8):
-        commit = Commit(running[0].request, [1], 0, count)
-        shares.learn([("flood", commit)], fixed + 1 + count)
+    shares, running = StepShares(), fifteen_and_one()
+    learn_line(shares, running, fixed, [2**place - 1 for place in range(11)])
     plans = [shares.plan(running) for _ in range(15)]
     assert all(running[-1].request.id not in plan.resting for plan in plans)
     assert {len(running) - 1 - len(plan.resting) for plan in plans} == {rows}
@@ -290,6 +300,23 @@ def test_a_tenants_step_waits_no_longer_for_others_than_it_takes(fixed, rows, dr
     turns = [sum(each.request.id not in plan.resting for plan in plans) for each in running[:-1]]
     assert max(turns) - min(turns) <= 1  # the others take turns
     assert shares.plan(running[:15]) == (set(), {})
+
+
+def test_steps_of_one_length_do_not_say_that_tokens_are_free():
+    """Their times differ by noise alone, whose slope may be negative."""
+    shares, running, chance = StepShares(), fifteen_and_one(), random.Random(0)
+    for _ in range(500):
+        count = chance.choice((0, 1, 2))
+        shares.learn([("flood", Commit(running[0].request, [1], 0, count))], chance.uniform(5, 20))
+    plan = shares.plan(running)
+    assert sum(1 + plan.budgets[each] for each in plan.budgets) <= 2 * 2 * 3
+
+
+def test_a_tenant_that_is_alone_leaves_room_for_others_to_come():
+    shares, running = StepShares(tenants=2), fifteen_and_one()[:15]
+    learn_line(shares, running, 35, [2**place - 1 for place in range(11)])
+    resting, budgets = shares.plan(running)
+    assert not resting and set(budgets.values()) == {10}  # 150 tokens cost three times as much as 35 + 15
 
 
 def test_no_text_changes_where_rows_sit_steps_out(servers):

@@ -230,7 +230,8 @@ def logprob_of(logits: torch.Tensor, token: int, top: int) -> Logprob:
     logprobs = torch.log_softmax(logits.to(torch.float64, copy=True), -1)
     best: list[tuple[int, float]] = []
     if top:
-        least = logprobs.topk(min(top, len(logprobs))).values[-1]
-        among = (logprobs >= least).nonzero()[:, 0].tolist()  # ascending, including all tied with the last
-        best = sorted(((each, float(logprobs[each])) for each in among), key=lambda pair: -pair[1])[:top]
+        values = logprobs.numpy()
+        among = np.flatnonzero(values >= float(logprobs.topk(min(top, len(values))).values[-1]))  # with all ties
+        among = among[np.argsort(-values[among], kind="stable")[:top]]
+        best = list(zip(among.tolist(), values[among].tolist(), strict=True))
     return Logprob(token, float(logprobs[token]), tuple(best))

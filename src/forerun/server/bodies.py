@@ -10,6 +10,7 @@ import functools
 import json
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,6 +18,7 @@ from fastapi import FastAPI
 from fastapi import Request as HTTPRequest
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
+from pydantic_core import from_json
 
 from forerun.core.fairness import FairExecutor
 from forerun.core.json_counts import count_json
@@ -90,7 +92,7 @@ class BodyReader:
 def parsed(body: bytes, model: type[Model], served_name: str) -> tuple[Model, Any, Notes]:
     """Parse a body; see ``BodyReader.read``."""
     try:
-        given = json.loads(body)
+        given = _value(body)
     except (ValueError, RecursionError):
         raise ApiError(400, "the body is not JSON", "invalid_json") from None
     if not isinstance(given, dict):
@@ -101,6 +103,15 @@ def parsed(body: bytes, model: type[Model], served_name: str) -> tuple[Model, An
     notes = Notes()
     form = model.checked(given, notes)
     return form, form.chat(notes) if isinstance(form, TranslatedRequest) else form, notes
+
+
+def _value(body: bytes) -> Any:
+    """Parse JSON. Without escapes, this parser is up to eight times as fast as Python's, which holds Python's lock
+    for 6 ms for 8 MiB of text; what it refuses (deeper nesting, UTF-16), Python's may accept."""
+    if b"\\" not in body:
+        with suppress(ValueError):
+            return from_json(body)
+    return json.loads(body)
 
 
 def _check_characters(body: bytes, given: Any) -> None:

@@ -54,7 +54,7 @@ class Scheduler:
         self.engine, self.limits, self.failed, self.other_seconds = engine, limits, False, 0.0
         self._on_finished = on_finished
         self._batch = self._new_batch()
-        self._admission, self._shares = Admission(limits, engine.tiers), StepShares()
+        self._admission, self._shares = Admission(limits, engine.tiers), StepShares(limits.tenants)
         self._cancelled: deque[ScheduledRequest] = deque()
         self._changed = threading.Condition()
         self._closing = False

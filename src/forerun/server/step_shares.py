@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import NamedTuple
 
-import numpy as np
-
+from forerun.engine.prefill_pacing import RECENT_STEPS, STEPS_BESIDE
 from forerun.engine.result import Commit
 from forerun.server.admission import ScheduledRequest
 
@@ -16,10 +16,10 @@ MAX_SLOWDOWN = 2.0
 """A step may cost twice as much as one with only the rows of the tenant that runs the fewest."""
 MIN_SHARED_DRAFT = 4
 """Length to which other tenants' drafts are cut before their rows skip steps."""
-TIMED_STEPS = 64
-"""Number of recent steps from which the cost of a token is estimated."""
 NEW_WEIGHT = 0.1
 """Weight of a step in the mean length of a tenant's drafts."""
+HALF_LIFE = 1000
+"""Steps after which a median of no new steps counts half. From 100 to 3,000, simulated limits do not change."""
 
 
 class StepPlan(NamedTuple):
@@ -29,16 +29,66 @@ class StepPlan(NamedTuple):
     budgets: Mapping[int, int]
 
 
+class _Times:
+    """The median seconds of recent steps, and their mean tokens: an interrupted step, which is ten times as long, would
+    distort a mean."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=RECENT_STEPS)
+        self.tokens, self.seconds, self.last = 0.0, 0.0, 0
+
+    def add(self, tokens: int, seconds: float, step: int) -> None:
+        self._seconds.append(seconds)
+        self.seconds, self.last = median(self._seconds), step
+        self.tokens += (tokens - self.tokens) / len(self._seconds)
+
+
+class StepTimeLine:
+    """A line through the median times of steps by their tokens, with one point per power of two of tokens: otherwise
+    many steps of similar lengths would determine its slope by their noise."""
+
+    def __init__(self) -> None:
+        self._times: dict[int, _Times] = {}
+        self._steps = 0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        self._steps += 1
+        self._times.setdefault(tokens.bit_length(), _Times()).add(tokens, seconds, self._steps)
+
+    @property
+    def most(self) -> float:
+        """Return up to how many tokens the line is known: twice as many as any step had."""
+        return 2 * max((each.tokens for each in self._times.values()), default=0.5)
+
+    @property
+    def fixed(self) -> float:
+        """Return the constant part of a step's time, in units of a token's; 0 if nothing is known."""
+        points = [
+            (0.5 ** ((self._steps - each.last) / HALF_LIFE), each.tokens, each.seconds) for each in self._times.values()
+        ]
+        total = sum(weight for weight, _, _ in points)
+        if len(points) < 2 or not total:
+            return 0.0
+        tokens, seconds = (sum(point[0] * point[part] for point in points) / total for part in (1, 2))
+        spread = sum(weight * (each - tokens) ** 2 for weight, each, _ in points)
+        slope = sum(weight * (each - tokens) * (time - seconds) for weight, each, time in points) / spread
+        return max(0.0, seconds / slope - tokens) if slope > 0 else math.inf
+
+
 class StepShares:
     """A planner of steps with rows of several tenants.
 
     If another token costs little, as with large models limited by reading weights, all rows step together. If every
     token costs as much as the first, the rows of a tenant take turns, so that it has no more tokens in a step than the
-    tenant with the fewest.
+    tenant with the fewest. A tenant that is alone gets shorter drafts where others may come, whose first token waits
+    for the step under way.
+
+    Args:
+        tenants: number of tenants that may come.
     """
 
-    def __init__(self) -> None:
-        self._steps: deque[tuple[int, float]] = deque(maxlen=TIMED_STEPS)  # tokens and seconds
+    def __init__(self, tenants: int = 1) -> None:
+        self._tenants, self._line = tenants, StepTimeLine()
         self._drafts: dict[str, float] = {}  # mean lengths, by tenant
         self._last: dict[int, int] = {}
         self._turns = 0
@@ -50,12 +100,12 @@ class StepShares:
         self._last = {each.request.id: self._last.get(each.request.id, 0) for each in running}
         self._drafts = {tenant: self._drafts.get(tenant, 0.0) for tenant in tenants}
         if len(tenants) < 2:
-            return StepPlan(set(), {})
+            return StepPlan(set(), self._budgets(running) if self._tenants > 1 else {})
         fewest = min(tenants, key=lambda tenant: len(tenants[tenant]))
         others = len(running) - len(tenants[fewest])
         tokens = self._tokens_for_others(len(tenants[fewest]) * (1 + self._drafts[fewest]), len(tenants))
-        draft = max(MIN_SHARED_DRAFT, math.floor(tokens / others) - 1)
-        stepping = self._in_turn(tenants, fewest, max(1, math.floor(tokens / (1 + draft) + 1e-6)))
+        draft = max(MIN_SHARED_DRAFT, _floor(tokens / others) - 1)
+        stepping = self._in_turn(tenants, fewest, max(1, _floor(tokens / (1 + draft))))
         self._last.update({number: self._turns + place for place, number in enumerate(stepping, 1)})
         self._turns += len(stepping)
         own = {each.request.id for each in tenants[fewest]}
@@ -63,7 +113,7 @@ class StepShares:
 
     def learn(self, stepped: Sequence[tuple[str, Commit]], seconds: float) -> None:
         """Record the time of a step that only decoded; ``stepped`` has its commits by tenant."""
-        self._steps.append((sum(1 + commit.proposed for _, commit in stepped), seconds))
+        self._line.add(sum(1 + commit.proposed for _, commit in stepped), seconds)
         for tenant, commit in stepped:
             if tenant in self._drafts:
                 self._drafts[tenant] += NEW_WEIGHT * (commit.proposed - self._drafts[tenant])
@@ -78,9 +128,15 @@ class StepShares:
 
     def _tokens_for_others(self, own: float, tenants: int) -> float:
         """Return the tokens of a step for all tenants but the one with the fewest rows."""
-        tokens, seconds = np.array(self._steps or [(1, 1.0)]).T
-        fixed = 0.0  # constant part of a step's time, in units of a token's
-        if np.ptp(tokens) > 0:
-            each, rest = np.polyfit(tokens, seconds, 1)
-            fixed = float(np.clip(rest / max(each, 1e-9), 0.0, 1e6))
-        return max((tenants - 1) * own, (MAX_SLOWDOWN - 1) * (fixed + own))
+        room = (MAX_SLOWDOWN - 1) * (self._line.fixed + own)
+        return max((tenants - 1) * own, min(room, self._line.most))
+
+    def _budgets(self, running: Sequence[ScheduledRequest]) -> Mapping[int, int]:
+        """Return draft lengths with which a step costs up to ``STEPS_BESIDE`` times one without drafts."""
+        rows = len(running)
+        drafts = min((STEPS_BESIDE - 1) * (self._line.fixed + rows), self._line.most)
+        return dict.fromkeys((each.request.id for each in running), max(MIN_SHARED_DRAFT, _floor(drafts / rows)))
+
+
+def _floor(number: float) -> int:
+    return math.floor(number + 1e-6)
