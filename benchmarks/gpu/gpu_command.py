@@ -18,8 +18,7 @@ import torch
 import typer
 
 from benchmarks.gpu.part_process import rows_file
-from benchmarks.reporting.common_options import ListOptions, list_option, names_of
-from benchmarks.reporting.json_lines import json_lines
+from benchmarks.reporting.common_options import ListOptions, json_lines, list_option, names_of
 from forerun.bench.machine import Row
 from forerun.cli.options import DebugOptions, Out, option
 from forerun.cli.terminal import say

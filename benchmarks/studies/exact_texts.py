@@ -1,8 +1,7 @@
 """``python -m benchmarks exact-texts``: how many outputs differ, in any token, between any drafter and none.
 
 Every recipe, alone and in batches of ragged rows, greedy and at two temperatures, after prompts of 5 to 6,000 tokens.
-Each prompt or batch is written to --out and not run again; what --out has must be of the same model, lengths and
-sources. The last line printed is one JSON object of counts. Exit status 1 if an output differs.
+What --out has is not run again. The last line printed is one JSON object of counts. Exit status 1 if an output differs.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ FAR = ("triforce", "triforce-trie", "triforce-auto", "low-rank", "retrieval", "t
 
 @dataclass(frozen=True, kw_only=True)
 class ExactTextsOptions(DebugOptions):
-    """How many texts differ, bit for bit, between any drafter and none: the promise counted on real models."""
+    """How many outputs differ, in any token, between any drafter and none."""
 
     out: Annotated[Path, typer.Option(help="JSON lines; what is in it is not run again.")]
     model: Model = BUNDLED
@@ -70,7 +69,7 @@ def run(options: ExactTextsOptions) -> None:
         return output
 
     def outputs(name: str, prompts: list[list[int]], temperature: float) -> list[Row]:
-        """Compare each prompt's output with a drafter, in one batch, with that of the prompt alone without one."""
+        """Compare a batch's outputs with a drafter with those of each prompt alone without one."""
         expected = [plain(tuple(prompt), temperature) for prompt in prompts]
         engine.set_drafter(name, settings)
         found, stats = _generated(engine, prompts, temperature, options)
@@ -106,7 +105,7 @@ def _generated(
 
 
 def _journal(options: ExactTextsOptions, corpus: str, device: str) -> Journal:
-    """Open what --out has; raise a ValueError if it is of another model, text or version."""
+    """Open what --out has; raise ValueError if it is of another model, text or version."""
     own: Row = {"max_new_tokens": options.max_new_tokens, "cache_budget": options.cache_budget}
     own |= {"text": hashlib.sha256(corpus.encode()).hexdigest()[:16]}
     return Journal(options.out, about(options.model, options.dtype, device) | own, resume=True)
@@ -122,7 +121,7 @@ def _corpus(path: Path | None) -> str:
 def _cells(
     name: str, text: Sequence[int], options: ExactTextsOptions
 ) -> Iterator[tuple[tuple[Any, ...], list[list[int]], float]]:
-    """Yield prompts, alone and in a batch, and temperatures, with a name for each."""
+    """Yield names, prompts, alone and in a batch, and temperatures."""
     lengths = (*SHORT, *(LONG if name in FAR else ()))
     for turn, temperature in product(range(options.prompts), TEMPERATURES):
         for length in lengths:

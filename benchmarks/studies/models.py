@@ -36,7 +36,7 @@ COLUMNS = {
 }  # fmt: skip
 TRIALS = ("float32", "bfloat16", "trie", "draft model", "store", "offload")
 PATHS = ("program", "recurrent", "hooks", "refused")
-"""Where models of one shape take different paths, as their sizes differ, the first of these is shown."""
+"""Where models of one family take different paths, the first of these is shown."""
 HEAD = """# Models, all results
 
 Measured on {date} on {machine}, with transformers {transformers} and torch {torch}; the [short form](../models.md).
@@ -111,7 +111,7 @@ def merged(found: Sequence[Row]) -> list[Row]:
 
 
 def _together(results: Sequence[tuple[str, str]]) -> str:
-    """Return what came of a trial for all shapes; those that differ from the first one are named."""
+    """Return a trial's result for all shapes; those that differ from the first are named."""
     if not results:
         return "-"
     first = results[0][1]
@@ -120,7 +120,7 @@ def _together(results: Sequence[tuple[str, str]]) -> str:
 
 
 def own_drafter(kind: str) -> str:
-    """Return what models of a family bring to draft with, of what is supported."""
+    """Return the supported drafter that comes with models of a family."""
     from support.qwen_mtp import FAMILIES
 
     kind = kind.removesuffix("_text")
@@ -131,7 +131,7 @@ def own_drafter(kind: str) -> str:
 
 
 def _also(kind: str) -> str:
-    """Return what tests of their own run a family as, by their lists."""
+    """Return what other tests cover for a family."""
     from support.gguf_hybrids import FAMILIES
     from test_as_stored import MIXTURES, NAMES
     from test_parallel import RECIPE_CASES

@@ -13,8 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from benchmarks.reporting.common_options import SourceOptions
-from benchmarks.reporting.json_lines import json_lines
+from benchmarks.reporting.common_options import SourceOptions, json_lines
 from benchmarks.tasks.functions import functions
 from benchmarks.tasks.passages import Passages, sentences
 from benchmarks.tasks.task_prompts import LackingError, Tasks

@@ -17,10 +17,9 @@ import torch
 import typer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.reporting.common_options import ListOptions, list_option, numbers_of
-from benchmarks.reporting.json_lines import json_lines
-from benchmarks.reporting.study_report import Report, deliver, listing
-from forerun.bench.machine import Row, plain_values
+from benchmarks.reporting.common_options import ListOptions, json_lines, list_option, numbers_of
+from benchmarks.reporting.study_report import Report, listing
+from forerun.bench.machine import Row
 from forerun.bench.prompts_file import TemplateEncoder
 from forerun.bench.rounds import Contestant, Rows, Run, Series, Tokens, sampling
 from forerun.bench.rounds import measure as measured
@@ -164,6 +163,6 @@ def run(options: EvaluateHeadOptions) -> None:
     target, tokenizer = load(options.model, cast("Any", options.dtype))
     prompts = encoded(options, tokenizer)
     rows = list(measure(options, prompts, engines(target, tokenizer, options.head)))
-    report = Report("A trained head beside the trie", plain_values(options))
+    report = Report.of("A trained head beside the trie", options, "evaluate-head")
     report.add("heads", f"{len(prompts)} prompts", rows, listing(rows, COLUMNS))
-    deliver(report, options.out, "evaluate-head", options.json)
+    report.end()

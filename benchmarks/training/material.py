@@ -10,7 +10,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reporting.json_lines import json_lines
+from benchmarks.reporting.common_options import json_lines
 from benchmarks.training.tasks import Material
 
 HELD_OUT_MODULES = frozenset(
