@@ -1,7 +1,6 @@
 """``python -m benchmarks``: the papers' tables, studies, load tests and predictions. Not part of the package.
 
-A command is a dataclass of options and a function ``run(options)`` in one module, which is imported only when the
-command is called.
+A command is a dataclass of options and ``run(options)`` in one module, imported when the command is called.
 """
 
 from __future__ import annotations

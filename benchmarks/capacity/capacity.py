@@ -1,7 +1,6 @@
 """``python -m benchmarks capacity``: what models need on some devices, computed from their sizes.
 
-Keys and values that do not fit on the devices stay in the host's memory. ``--predict`` adds what Forerun's GPU kernels
-should cost (``benchmarks.capacity.gpu_cost``).
+``--predict`` adds what Forerun's GPU kernels should cost (``gpu_cost.py``).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ COLUMNS = {
 
 
 def contexts_in(flag: str, text: str) -> list[int]:
-    """Return numbers of tokens: K is 1,024, M is 1,048,576; raise a ValueError for anything else."""
+    """Return numbers of tokens, K for 1,024 and M for 1,048,576; raise ValueError for anything else."""
     parts = [re.fullmatch(r"([1-9]\d*)([KM]?)", part.strip().upper()) for part in text.split(",")]
     if None in parts:
         raise ValueError(f"{flag} is {text!r}; it must be numbers of tokens such as 8K,128K,1M with commas between")
@@ -42,8 +41,8 @@ def contexts_in(flag: str, text: str) -> list[int]:
 class CapacityOptions(ListOptions, OutputOptions):
     """What models need on some devices: bytes, what fits, and the most tokens a second without drafts.
 
-    Computed from sizes alone, without weights. Writes JSON and Markdown; ``update-pages`` puts the tables of
-    ``--predict`` into docs/scaling.md.
+    Computed from sizes alone. Writes JSON and Markdown; ``update-pages`` puts the tables of ``--predict`` into
+    docs/scaling.md.
     """
 
     model_shape: Annotated[
@@ -96,7 +95,7 @@ def run(options: CapacityOptions) -> None:
 
 
 def capacity_row(shape: ModelShape, context: int, rows: int, machine: Machine) -> Row:
-    """Return what a model needs in gigabytes, what fits, and the most tokens a second of all rows."""
+    """Return gigabytes, what fits, and the most tokens a second of all rows."""
     held, found = kv_bytes(shape, context, rows), fit(shape, machine, context, rows)
     row = {
         "context": context,

@@ -1,8 +1,4 @@
-"""Sizes of a model: what its weights, keys and values take, and what a token computes. No weights are needed.
-
-The shape is Llama's: per layer four attention matrices and a gated network of three, and two tables of the vocabulary
-(one, if they are tied). Norms are left out; they are under 0.01 % of the weights.
-"""
+"""Sizes of a model of Llama's shape: its weights, keys and values, without norms (under 0.01 % of the weights)."""
 
 from __future__ import annotations
 
@@ -31,21 +27,17 @@ SHAPES = {
     "gemma-4-e2b": (35, 1536, 6144, 8, 1, 262_144, 256, True),
 }
 """Layers, hidden size, intermediate size, heads, KV heads, vocabulary; head size if not hidden / heads; tied tables.
-Qwen 3.5's are read as if all layers had attention; Qwens and Gemma without biases and norms of heads, Gemma without
-inputs of its own for each layer and with one width of all networks."""
+Attention in all layers, no biases, no norms of heads, and one width of all networks are assumed."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a model.
+    """The sizes of a model; raises ValueError if they do not fit together.
 
     Attributes:
         head: numbers of a head's key; by default hidden / heads.
-        tied: whether the output head is the input embedding.
-        weight_bytes, kv_bytes: bytes of one weight, and of one number of a key or value.
-
-    Raises:
-        ValueError: if the sizes do not fit together.
+        tied: whether the output matrix is the input embedding.
+        weight_bytes, kv_bytes: of one weight, and of one number of a key or value.
     """
 
     layers: int
@@ -88,7 +80,6 @@ class ModelShape:
 
     @property
     def head_dim(self) -> int:
-        """Numbers of a head's key, and of its value."""
         return self.head or self.hidden // self.heads
 
     @property
@@ -98,7 +89,7 @@ class ModelShape:
 
     @property
     def read_weights(self) -> int:
-        """Weights that a pass reads and multiplies with: all but an input embedding, which is only looked up in."""
+        """Weights that a pass reads: all but an input embedding, which is only looked up in."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.table
 
@@ -112,16 +103,15 @@ class ModelShape:
 
     @property
     def pass_bytes(self) -> float:
-        """Bytes of weights that a pass reads, however many tokens are in it."""
+        """Bytes of weights that a pass reads."""
         return self.read_weights * self.weight_bytes
 
     @property
     def token_kv_bytes(self) -> float:
-        """Bytes of one token's keys and values, over all layers."""
+        """Bytes of one token's keys and values in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_bytes
 
     def config(self, **more: Any) -> LlamaConfig:
-        """Return transformers' configuration of a Llama of this shape."""
         sizes = {
             "num_hidden_layers": self.layers, "hidden_size": self.hidden, "intermediate_size": self.intermediate,
             "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim,
@@ -131,7 +121,7 @@ class ModelShape:
 
 
 def random_model(shape: ModelShape, dtype: torch.dtype, device: str = "cpu", **config: Any) -> PreTrainedModel:
-    """Return a decoder of this shape with seeded random weights, and further entries of its configuration."""
+    """Return a decoder of this shape with seeded random weights; ``config`` has further entries."""
     torch.manual_seed(0)
     with torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(shape.config(**config), dtype=dtype)

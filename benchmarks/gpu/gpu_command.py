@@ -35,8 +35,8 @@ DRY_RUN_SECONDS = 600
 class GpuOptions(ListOptions, DebugOptions):
     """Measure Forerun on this machine's GPU, in seven parts and at most 345 seconds; nothing is downloaded.
 
-    Each part has a process of its own, which is ended when its time is over; rows measured until then count. As a part
-    ends, a line of JSON with its rows and its goals goes to stdout and to gpu.jsonl in --out.
+    Each part is a process, killed at its limit; rows measured until then count. As a part ends, a line of JSON with its
+    rows and goals goes to stdout and to gpu.jsonl in --out.
     """
 
     parts: Annotated[str, list_option("Output", f"Of {', '.join(PART_SECONDS)}.")] = ",".join(PART_SECONDS)
@@ -50,11 +50,7 @@ class GpuOptions(ListOptions, DebugOptions):
 
 
 def run(options: GpuOptions) -> None:
-    """Measure part by part, and print a line for each.
-
-    Raises:
-        ValueError: without Triton, or without a GPU unless this is a dry run.
-    """
+    """Measure part by part; raise ValueError without Triton, or without a GPU unless this is a dry run."""
     if find_spec("triton") is None:
         raise ValueError("the kernels for GPUs need Triton, which is not installed: pip install triton")
     if not options.dry_run and not torch.cuda.is_available():
@@ -75,7 +71,7 @@ def run(options: GpuOptions) -> None:
 
 
 def part(name: str, options: GpuOptions) -> Row:
-    """Run a part's process to its end or for its time, and return what it measured, beside its goals."""
+    """Run a part's process to its end or its limit; return its rows and goals."""
     limit = DRY_RUN_SECONDS if options.dry_run else PART_SECONDS[name]
     began = time.monotonic()
     status = _run_child(name, options, limit)
@@ -88,7 +84,7 @@ def part(name: str, options: GpuOptions) -> Row:
 
 
 def _run_child(name: str, options: GpuOptions, limit: float) -> int | None:
-    """The exit status of a part's process; None if it was ended, with all that it had begun, after so many seconds."""
+    """Return the exit status of a part's process; None if it and its children were killed at the limit."""
     rows_file(options.out, name).unlink(missing_ok=True)
     environment = dict(os.environ)
     environment.pop("TRITON_INTERPRET", None)
@@ -111,16 +107,8 @@ def _run_child(name: str, options: GpuOptions, limit: float) -> int | None:
 
 
 class Goal(NamedTuple):
-    """A goal of one part.
-
-    Attributes:
-        part: whose rows have the figure.
-        what: the figure, in words.
-        wanted: at least, or at most so much.
-        most: whether it is a bound from above.
-        worst: whether the worst of the rows counts, or the best.
-        value: a row's figure; None if it has none.
-    """
+    """A goal of one part: a bound from above (``most``) or below on a row's ``value``, if it has one. The ``worst`` or
+    the best row counts."""
 
     part: str
     what: str
@@ -157,7 +145,7 @@ GOALS = (
 
 
 def reached(part: str, rows: Iterable[Row]) -> list[Row]:
-    """The goals of a part of which something was measured, each beside its figure."""
+    """Return the goals of a part that have figures."""
     rows = list(rows)
     found = []
     for goal in (each for each in GOALS if each.part == part):

@@ -1,6 +1,6 @@
-"""One part of ``python -m benchmarks gpu``, in a process of its own: an error of a GPU ends the process that made it.
+"""One part of ``python -m benchmarks gpu`` as a process: an error of a GPU ends the process that made it.
 
-A row is a line of JSON in the part's file as soon as it is measured, so what a part has when its time is over counts.
+Each row is written as it is measured, so that a part that is killed keeps its rows.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ PARTS: dict[str, Callable[[GpuBench], Iterator[Row]]] = {
 }
 """The parts in their order."""
 INTERPRETED = ("bits", "kernels", "choices", "auto")
-"""Parts whose dry run goes the way of GPUs in the interpreter. TriForce's would last for minutes; the CPU's kernels
-walk the code of those parts as well."""
+"""Parts whose dry run interprets GPU kernels. TriForce's would last for minutes; the CPU's kernels cover that code,
+too."""
 
 
 def rows_file(out: Path, name: str) -> Path:
@@ -37,7 +37,7 @@ def rows_file(out: Path, name: str) -> Path:
 
 
 def measure(name: str, bench: GpuBench, out: Path) -> None:
-    """Measure a part, and write a line for each row. An error is a row, and is raised again."""
+    """Measure a part, and write a line for each row. An error becomes a row, and is raised again."""
     with rows_file(out, name).open("w", encoding="utf-8") as file, _device_code(name, bench):
         try:
             for row in PARTS[name](bench):

@@ -25,7 +25,7 @@ REGISTER_THREADS = 8
 
 
 def machine(bench: GpuBench) -> Iterator[Row]:
-    """What the card reads, what copies from pinned memory get, what pinning costs, and a kernel in a graph."""
+    """Measure reads, copies from and to pinned memory, pinning, and a kernel in a graph."""
     yield {"what": "reading", "gigabytes_per_second": bench.bandwidth / 1e9}
     host = torch.empty(bench.buffer // 2, dtype=torch.uint8, pin_memory=bench.on_gpu)
     there = torch.empty_like(host, device=bench.device)
@@ -58,7 +58,7 @@ def _registered(size: int, on_gpu: bool) -> None:
 
 @torch.inference_mode()
 def bits(bench: GpuBench) -> Iterator[Row]:
-    """Whether a token's bits depend on what shares its pass: kernels, and ragged rows after the first splits."""
+    """Check that a token's bits do not depend on what shares its pass: kernels, and ragged rows."""
     shape = next(iter(bench.shapes.values()))
     yield kernel_checks.product(shape, bench.passes, bench.dtype, bench.device)
     scorer = GpuScorer(bench.model(shape, bench.layers[0]))
@@ -83,9 +83,10 @@ def bits(bench: GpuBench) -> Iterator[Row]:
 
 @torch.inference_mode()
 def kernels(bench: GpuBench) -> Iterator[Row]:
-    """Passes over one token: the share of the bandwidth, the host's part, and each kernel with the gap before it.
+    """Measure passes over one token: the share of the bandwidth, the host's part, and each kernel with the gap before
+    it.
 
-    A model of all layers costs what one of few does, and so many times what a layer costs.
+    A model of all layers costs what one of few does, and the rest of the layers.
     """
     few, more = bench.layers
     for name, shape in bench.shapes.items():
@@ -106,7 +107,7 @@ def kernels(bench: GpuBench) -> Iterator[Row]:
 
 
 def _decoded(bench: GpuBench, name: str, context: int, seconds: float) -> Row:
-    """A row of plain decoding: what a token must read, and how much of the bandwidth that is."""
+    """Return plain decoding's bytes a token and share of the bandwidth."""
     shape = bench.shapes[name]
     sizes = ModelShape(
         bench.whole_layers, shape.hidden, shape.intermediate, shape.heads, shape.kv_heads, shape.vocabulary
@@ -127,7 +128,7 @@ REPEATS = 8
 
 @torch.inference_mode()
 def choices(bench: GpuBench) -> Iterator[Row]:
-    """What a card has to decide: programs of a scan, its registers, and the library's products against ours."""
+    """Measure what a card has to decide: programs of a scan, its registers, and the library's products against ours."""
     from forerun.kernels.gpu import attend, pass_tables
 
     for name, shape in bench.shapes.items():
@@ -153,7 +154,7 @@ def _attention(bench: GpuBench, shape: ModelShape, context: int, tokens: int) ->
 
 
 def _products(bench: GpuBench, shape: ModelShape) -> Iterator[Row]:
-    """Each matrix of a layer by our kernel and by the library at 64 rows: time, share of the bandwidth, and bits."""
+    """Compare our product with the library's at 64 rows, for each matrix of a layer: time, bandwidth and bits."""
     from forerun.kernels.gpu import linear
 
     width = shape.head_dim * (shape.heads + 2 * shape.kv_heads)
@@ -191,7 +192,7 @@ class KernelEvent(NamedTuple):
 
 
 def kernel_events(work: Callable[[], Any], device: torch.device) -> list[KernelEvent]:
-    """What one call runs on the device, in order; on a CPU the operations that torch calls."""
+    """Return the kernels of one call in order; on a CPU, torch's operations."""
     on_gpu = device.type == "cuda"
     kind = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as found:
@@ -207,7 +208,7 @@ def kernel_events(work: Callable[[], Any], device: torch.device) -> list[KernelE
 
 
 def kernel_rows(events: Sequence[KernelEvent]) -> list[Row]:
-    """Of each kernel how often it ran, its mean time, and the mean gap before it; in the order of their whole time."""
+    """Return each kernel's calls, mean time and mean gap before it, by total time."""
     times, gaps = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
     for event in events:
         times[event.name].append(event.end - event.start)

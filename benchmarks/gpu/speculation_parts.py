@@ -1,5 +1,4 @@
-"""The parts of ``python -m benchmarks gpu`` that decode texts: ``auto`` on a small model, TriForce, and keys and values
-in the host's memory. Each yields rows."""
+"""The parts of ``python -m benchmarks gpu`` that decode: ``auto``, TriForce, and offloading. Each yields rows."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ CHUNK = 8
 
 
 def auto(bench: GpuBench) -> Iterator[Row]:
-    """``none`` and ``auto`` on SmolLM2's shape, in turns: each text of a new engine, and what was recorded for it."""
+    """Measure ``none`` and ``auto`` on SmolLM2's shape: each output of a new engine, and its recordings."""
     model, runtime = bench.model(bench.small), without_folder(default_runtime())
     options = {"max_new_tokens": bench.new_tokens, "eos_token_id": None}
     found: dict[tuple[str, int], list[Row]] = {}
@@ -74,7 +73,7 @@ def _recordings(engine: Engine) -> int:
 
 
 def triforce(bench: GpuBench) -> Iterator[Row]:
-    """Drafts over a retrieval cache at simulated acceptance rates; first what a step is made of, one by one."""
+    """Measure drafts over a retrieval cache at simulated acceptance rates, after the parts of a step."""
     shape = next(iter(bench.shapes.values()))
     model, small = bench.model(shape, bench.whole_layers), bench.model(bench.draft)
     vocabulary = min(shape.vocabulary, bench.draft.vocabulary)
@@ -99,7 +98,7 @@ def _settings(bench: GpuBench, small: PreTrainedModel, gamma: int) -> LongContex
 
 @torch.inference_mode()
 def _step_parts(bench: GpuBench, engine: Engine, prompt: Prefilled) -> Row:
-    """Milliseconds of a plain pass, the verification, a draft, taking over new tokens, and choosing chunks."""
+    """Return milliseconds of a plain pass, the verification, a draft, syncing new tokens, and choosing chunks."""
     scorer, cache, verified = engine.target, prompt.cache, max(bench.gammas) + 1
     kept = scorer.queries_from
     scorer.keep_queries(0)
@@ -120,7 +119,7 @@ def _step_parts(bench: GpuBench, engine: Engine, prompt: Prefilled) -> Row:
 def _drafted(
     long: LongBench, prompt: Prefilled, settings: LongContextConfig, make: RequestMaker, labels: Row
 ) -> Iterator[Row]:
-    """Each drafter beside plain decoding, and where its steps spend their time."""
+    """Measure each drafter beside plain decoding, and the parts of its steps."""
     series = long.run([[prompt]], DRAFTERS, settings, make)
     for row, each in zip(summarise(series), series, strict=True):
         yield labels | _short(row) | _step_milliseconds(each)
@@ -132,7 +131,7 @@ def _short(row: Row) -> Row:
 
 
 def _step_milliseconds(series: LongSeries) -> Row:
-    """Of a step: drafting, the verifying pass, and walking the tree and committing."""
+    """Return a step's milliseconds of drafting, the verifying pass, and accepting."""
     stats = [stats for rounds in series.runs for run in rounds for stats in run.stats]
     steps = max(1, sum(each.steps - 1 for each in stats))
     return {
@@ -142,7 +141,7 @@ def _step_milliseconds(series: LongSeries) -> Row:
 
 
 def offload(bench: GpuBench) -> Iterator[Row]:
-    """Keys and values in the host's memory: few layers, so the same ratio of everything in less time."""
+    """Measure keys and values in the host's memory, with few layers: equal ratios in less time."""
     layers, gamma = bench.offload
     shape = next(iter(bench.shapes.values()))
     model, small = bench.model(shape, layers), bench.model(bench.draft)
@@ -173,5 +172,5 @@ def offload(bench: GpuBench) -> Iterator[Row]:
 
 
 def _offloaded(bench: GpuBench) -> Sequence[str]:
-    """In the interpreter the chain alone, which takes its time."""
+    """Return the drafters; in the interpreter the chain alone."""
     return DRAFTERS[:2] if bench.on_gpu else DRAFTERS[:1]

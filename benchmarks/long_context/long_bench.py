@@ -1,8 +1,6 @@
 """Decoding after a long prompt: every contestant continues from one prefilled cache, in turns with plain decoding.
 
-A prompt of 100,000 tokens needs minutes of prefill and seconds of decoding. So it is prefilled once, and before each
-run the cache is cut back to the prompt. Drafters start fresh each time and take turns within a round, in an order that
-rotates from round to round.
+A prompt is prefilled once; before each run the cache is cut back to it, and the drafter is new.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ class Prefilled:
 
     Attributes:
         read: pairs of tokens and seconds of prefill, ascending; empty if the cache was filled otherwise.
-        keep: how many of the prompt's tokens are taken from the cache; None for all but the last.
+        keep: the prompt's tokens that stay in the cache; None for all but the last.
         queries: of the last prefill pass, by layer. A sparse cache chooses by them before the first token.
     """
 
@@ -66,7 +64,7 @@ class Prefilled:
 
     @property
     def seconds(self) -> float | None:
-        """Time of prefill; None if there was none."""
+        """Seconds of prefill, if there was one."""
         if not self.read:
             return None
         done, seconds = zip((0, 0.0), *self.read, strict=True)
@@ -74,7 +72,7 @@ class Prefilled:
 
 
 def progress_lines(what: str, clock: Callable[[], float] = time.monotonic) -> Callable[[int, int], None]:
-    """Return a function of tokens done and to do that prints a line on stderr every ``SILENCE`` seconds."""
+    """Return a function of tokens done and to do that prints a line at most every ``SILENCE`` seconds."""
     last = clock()
 
     def show(done: int, total: int) -> None:
@@ -87,7 +85,7 @@ def progress_lines(what: str, clock: Callable[[], float] = time.monotonic) -> Ca
 
 
 def prefill(engine: Engine, tokens: Tokens, room: int) -> Prefilled:
-    """Prefill a prompt, with room for ``room`` tokens after it, and keep its last queries."""
+    """Prefill a prompt, with room for ``room`` tokens after it; keep its last queries."""
     engine.target.keep_queries(0)
     read: list[tuple[int, float]] = []
     begin = time.perf_counter()
@@ -102,7 +100,7 @@ def prefill(engine: Engine, tokens: Tokens, room: int) -> Prefilled:
 
 
 def shortened(engine: Engine, prompt: Prefilled, length: int) -> Prefilled:
-    """Return the first ``length`` tokens of a prompt; prefill the last of them again, for their queries."""
+    """Return the first ``length`` tokens of a prompt; the last of them are prefilled again, for their queries."""
     if length == len(prompt.tokens):
         return prompt
     cut = Prefilled(prompt.tokens[:length], prompt.cache, prompt.read)
@@ -113,13 +111,8 @@ def shortened(engine: Engine, prompt: Prefilled, length: int) -> Prefilled:
 
 @dataclass(frozen=True)
 class LongRun:
-    """One continuation of a row or a batch of rows.
-
-    Attributes:
-        first_seconds: from the prefill to the first token: the last prompt token's pass, and the drafter's prefill.
-        decode_seconds: from the first token to the end.
-        decoded: tokens of all rows after the first step.
-    """
+    """One continuation of a row or a batch. ``first_seconds`` are from the prefill to the first token,
+    ``decode_seconds`` those after it, in which all rows together ``decoded`` tokens."""
 
     texts: list[Tokens]
     first_seconds: float
@@ -146,11 +139,11 @@ class LongSeries:
         return 1 / median(self._seconds_per_token())
 
     def speed_ups(self, plain: LongSeries) -> list[float]:
-        """Return speed-up over plain decoding in each round. The medians' speed-up is within their range."""
+        """Return the speed-up over plain decoding in each round."""
         return [base / mine for mine, base in zip(self._seconds_per_token(), plain._seconds_per_token(), strict=True)]
 
     def _seconds_per_token(self) -> list[float]:
-        """Return seconds per token of each round; prompts are weighted by the tokens that their first run decoded."""
+        """Return the seconds per token of each round; prompts are weighted by the tokens of their first run."""
         weights = [rounds[0].decoded for rounds in self.runs]
         return [
             sum(weight * run.decode_seconds / run.decoded for weight, run in zip(weights, turn, strict=True))
@@ -246,7 +239,7 @@ class LongBench:
 
 
 def sampled(temperature: float, new_tokens: int) -> RequestMaker:
-    """Make requests of a fixed length: greedy at temperature 0, else coupled samples of the whole distribution."""
+    """Make requests of a fixed length: greedy at temperature 0, else samples of the full distribution."""
 
     def make(engine: Engine, tokens: Tokens, contestant: str) -> Request:
         request = engine.requests(tokens, max_new_tokens=new_tokens, **sampling(temperature, seed=0))[0]
@@ -263,7 +256,7 @@ def described(run: LongRun) -> str:
 
 
 def acceptance(stats: Iterable[Stats | None]) -> float | None:
-    """Return accepted drafts by tested drafts (drafts after a rejected one are not tested); None without drafts."""
+    """Return accepted by tested drafts (those after a rejected one are not tested); None without drafts."""
     known = [one for one in stats if one is not None]
     accepted = sum(sum(one.accepted) for one in known)
     tested = accepted + sum(a < d for one in known for a, d in zip(one.accepted, one.drafted, strict=True))
@@ -271,7 +264,7 @@ def acceptance(stats: Iterable[Stats | None]) -> float | None:
 
 
 def summarise(series: Sequence[LongSeries], **labels: Any) -> list[Row]:
-    """Return one row per contestant, for tables, plots and JSON; ``labels`` are added to every row."""
+    """Return a row for each contestant; ``labels`` are added to every row."""
     plain = next(one for one in series if one.contestant == PLAIN)
     return [labels | _row(one, plain) for one in series]
 
@@ -310,6 +303,6 @@ class Traffic:
         return self._make(engine, tokens, contestant)
 
     def fetched(self, contestant: str) -> float:
-        """Return the bytes of one of its runs, in the median."""
+        """Return the median bytes of its runs."""
         marks = [*self._begun, ("", self._copy_engine.fetched)]
         return median(after - before for (name, before), (_, after) in pairwise(marks) if name == contestant)

@@ -1,7 +1,6 @@
 """Needles: facts hidden in a long text, asked for one by one. Shows what eviction loses and lossless drafting keeps.
 
-The text is prefilled once, and the cache is cut back to it before each question. A model over a sparse cache *alone*
-generates without verification (TriForce, figure 1, right).
+The text is prefilled once. A sparse cache *alone* decodes without verification (TriForce, figure 1, right).
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Haystack:
 
 
 def build(texts: Texts, index: int, context: int, count: int) -> Haystack:
-    """Make a haystack of about ``context`` tokens; raise a ValueError if ``count`` facts need more room."""
+    """Make a haystack of about ``context`` tokens; raise ValueError if ``count`` facts need more room."""
     if context < TOKENS_A_FACT * count:
         raise ValueError(
             f"{count} needles do not fit into a context of {context} tokens; at most {context // TOKENS_A_FACT} do"
@@ -70,10 +69,9 @@ def read_text(engine: Engine, haystack: Haystack, room: int) -> Prefilled:
 
 
 class UnverifiedDecoder:
-    """The target over a sparse cache of ``benchmarks.papers.baselines.SPARSE``, without verification.
+    """The target over a sparse cache, without verification.
 
-    ``full`` holds the text. Views of it choose chunks after the question is prefilled; other caches prefill the text
-    here, once.
+    ``full`` holds the text. Views of it choose chunks after the question; other caches prefill the text here, once.
     """
 
     def __init__(self, scorer: Scorer, name: str, settings: LongContextConfig, full: FullCache, text: Tokens) -> None:
@@ -121,10 +119,8 @@ def run(
     settings: LongContextConfig,
     tokens: int,
 ) -> list[Row]:
-    """Return accuracy and seconds per token of plain decoding, lossless drafters and every sparse cache alone.
-
-    ``tokens`` are generated per question, and should begin with the answer.
-    """
+    """Return the accuracy and seconds per token of plain decoding, lossless drafters and every sparse cache alone.
+    ``tokens`` are generated per question, and should begin with the answer."""
     rows = [
         Prefilled([*haystack.text, *question.prompt], prefilled.cache, prefilled.read, len(haystack.text))
         for question in haystack.questions

@@ -1,8 +1,7 @@
 """``python -m benchmarks papers lookahead``: the Lookahead paper's methods beside Forerun's, on every task.
 
 The published forms draft up to the decoding length, and all drafts are scored (section 4.2). Forerun's default merges
-branches by probability and scores what pays. Every trie is warm, as in the paper's experiments: it has indexed the
-answers to other prompts of the task.
+branches by probability and scores what pays. Every trie is warm, as in the paper: it has indexed other answers.
 """
 
 from __future__ import annotations
@@ -42,12 +41,7 @@ FORMS: tuple[Form, ...] = get_args(Form)
 
 @dataclass(frozen=True)
 class Lengths:
-    """The paper's two lengths.
-
-    Attributes:
-        decoding: the most drafted tokens scored per step (L_d).
-        branch: tokens of a branch, including its context (L_b).
-    """
+    """The paper's lengths: most drafted tokens per step (L_d), and tokens of a branch with its context (L_b)."""
 
     decoding: int = 16
     branch: int = 12
@@ -55,13 +49,8 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Method:
-    """A way to draft.
-
-    Attributes:
-        make: makes the source of drafts, with what it remembers, or a level.
-        budget: the most nodes of a tree.
-        pruned: whether only what pays is scored; otherwise all drafts are scored, as in the paper.
-    """
+    """A way to draft: what makes the source, the most nodes of a tree, and whether only nodes that pay are scored, or
+    all, as in the paper."""
 
     make: Callable[[Setup], Source]
     budget: int = BUDGET
@@ -72,17 +61,16 @@ class MethodBench(TaskBench):
     """The contestants of ``python -m benchmarks tasks``, and methods on the same engine."""
 
     def contestant(self, method: Method) -> Contestant:
-        """Return greedy generation with a fresh drafter in each turn."""
         return self.forerun(method.make, method.budget, method.pruned)
 
     def answers(self, method: Method, prompts: Sequence[Tokens], max_new_tokens: int) -> list[Tokens]:
-        """Return the target's answers to the prompts, one after another with one drafter; drafts do not change them."""
+        """Answer the prompts with one drafter; drafts do not change the answers."""
         self.contestant(method).prepare()
         return [text for prompt in prompts for text in self.generate([prompt], max_new_tokens)[0]]
 
 
 def warmed(source: T, texts: Sequence[Tokens]) -> T:
-    """Return the source after it indexed the texts as if they were generated."""
+    """Return the source after it indexed the answers."""
     source.warm("default", texts)
     return source
 
@@ -92,7 +80,7 @@ def plain() -> Method:
 
 
 def published(form: Form, lengths: Lengths, texts: Sequence[Tokens]) -> Method:
-    """A published form of the trie with the paper's lengths; drafts are filled to the decoding length, and scored."""
+    """Return a published form with the paper's lengths; drafts fill the decoding length, and all are scored."""
     config = LookaheadTrieConfig(
         form=form,
         branch_length=lengths.branch,
@@ -108,12 +96,8 @@ def default(texts: Sequence[Tokens]) -> Method:
 
 
 def methods(lengths: Lengths, answers: Sequence[Tokens]) -> dict[str, Method]:
-    """Table 2 without ``transformers``: prompt lookup, the forms, Forerun's trie, and drafts that are never accepted.
-
-    Args:
-        lengths: of the published forms, and the most drafts of the other methods that score all of them.
-        answers: answers to other prompts of the task, which the tries know.
-    """
+    """Return table 2 without ``transformers``: prompt lookup, the forms, Forerun's trie, and drafts that are never
+    accepted. Tries have indexed ``answers``."""
     most, lookup = lengths.decoding, LookupConfig(branch_length=lengths.decoding)
     return {
         PLAIN: plain(),
@@ -129,7 +113,7 @@ def methods(lengths: Lengths, answers: Sequence[Tokens]) -> dict[str, Method]:
 class LookaheadOptions(ListOptions, OutputOptions, SourceOptions, ModelOptions):
     """The Lookahead paper's table 2: every form of a draft on every task, with warm tries.
 
-    Greedy; contestants take turns in one process; medians count. Writes JSON, Markdown and a plot after each task.
+    Greedy; contestants take turns; medians count. Writes JSON, Markdown and a plot after each task.
     """
 
     tasks: Annotated[str | None, list_option("Text", "Those of tasks; default: all.")] = None

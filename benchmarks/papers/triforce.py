@@ -1,5 +1,5 @@
-"""``python -m benchmarks papers triforce``: decoding after long prompts, compared with plain decoding over the same
-cache (TriForce's tables 2 to 4 and its figures 1, right, and 5)."""
+"""``python -m benchmarks papers triforce``: decoding after long prompts, compared with plain decoding over one cache
+(TriForce's tables 2 to 4 and its figures 1, right, and 5)."""
 
 from __future__ import annotations
 
@@ -108,11 +108,10 @@ class TriforceOptions(ListOptions, OutputOptions, LongOptions, MemoryOptions, Mo
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt."""
         return max(self.lengths)
 
     def rows(self, size: int) -> list[int]:
-        """Return tokens of each row of a batch."""
+        """Return the tokens of each row of a batch."""
         if self.batch_context is not None:
             return [self.batch_context] * size
         longest = self.longest // size
@@ -120,7 +119,7 @@ class TriforceOptions(ListOptions, OutputOptions, LongOptions, MemoryOptions, Mo
 
 
 def _check_positions(options: TriforceOptions, limit: int | None) -> None:
-    """Raise a ValueError if the model's positions are too few for the longest prompt and what follows it."""
+    """Raise ValueError if the model has too few positions for the longest prompt and what follows it."""
     longest = max(options.longest, options.batch_context or 0)
     if limit is not None and longest + options.room > limit:
         raise ValueError(
@@ -173,7 +172,7 @@ class TriforceBench:
         self.delivery.part()
 
     def batches(self) -> None:
-        """Measure batches of each size with each budget; update the report after each of them."""
+        """Measure batches of each size with each budget and temperature."""
         rows: list[Row] = []
         for size in self.options.sizes:
             prompts = self._rows(size)
@@ -214,7 +213,6 @@ class TriforceBench:
 
 
 def run(options: TriforceOptions) -> None:
-    """Measure, print the tables, and write JSON, Markdown and plots."""
     plots.check()
     parts, named = options.names, _named(options)
     model, tokenizer = load_stretched(options)
@@ -243,7 +241,7 @@ def run(options: TriforceOptions) -> None:
 
 
 def _check_memory(options: TriforceOptions, shape: KVShape, parts: Sequence[str]) -> None:
-    """Raise a ValueError if ``--kv-memory`` is too small for the rows of a prompt or batch."""
+    """Raise ValueError if ``--kv-memory`` is too small for a prompt or batch."""
     rows = [[options.longest]]
     if "batches" in parts:
         rows += map(options.rows, options.sizes)
@@ -253,7 +251,7 @@ def _check_memory(options: TriforceOptions, shape: KVShape, parts: Sequence[str]
 
 
 def _check_texts(options: TriforceOptions, texts: Texts, parts: Sequence[str]) -> None:
-    """Raise a ValueError if a text is shorter than a prompt that will be cut from it."""
+    """Raise ValueError if a text is shorter than a prompt that will be cut from it."""
     if {"temperatures", "contexts"} & set(parts):
         texts.check(options.prompts, options.longest)
     if "batches" in parts:
@@ -263,7 +261,6 @@ def _check_texts(options: TriforceOptions, texts: Texts, parts: Sequence[str]) -
 
 
 def _named(options: TriforceOptions) -> list[str]:
-    """Return the drafters named on the command line, if any."""
     check_drafters(options.named, options, RECIPES)
     if set(options.named) == {PLAIN}:
         raise ValueError("--drafters is 'none', which is measured in any case; name others to compare with it")
@@ -317,7 +314,7 @@ def _add(
     report: Report, name: str, heading: str, rows: Sequence[Row], shown: Sequence[Row], columns: dict[str, str],
     down: str = "contestant", across: str = "temperature",
 ) -> None:  # fmt: skip
-    """Add a part: a table of speed-ups, one of all columns, and whether outputs are equal."""
+    """Add a table of speed-ups, one of all columns, and whether outputs are equal."""
     report.add(name, heading, rows, pivot(shown, down, across, speed_cell), listing(rows, columns), equality(rows))
 
 
@@ -328,7 +325,6 @@ def _lines(report: Report, name: str, title: str, x: str, rows: Sequence[Row]) -
 
 
 def equality(rows: Sequence[Row]) -> str:
-    """Say whether drafting changed an output."""
     parted = sum(row["same_output"] < 1 for row in rows)
     if not parted:
         return "Every output equals that of plain decoding.\n"
@@ -339,5 +335,4 @@ def equality(rows: Sequence[Row]) -> str:
 
 
 def drafted(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows without plain decoding."""
     return [row for row in rows if row["contestant"] != PLAIN]

@@ -1,8 +1,7 @@
-"""The process of a peer: reads orders from stdin, one JSON object per line, and answers in the same way.
+"""The process of a peer: reads orders from stdin and answers, one JSON object per line.
 
-``python -m benchmarks.peers.child MODULE`` serves the module's ``Engine``. The first order has its arguments, each
-further one a method's name and arguments. Libraries may write to stdout at any time, so answers go to a copy of stdout,
-and everything else to stderr.
+``python -m benchmarks.peers.child MODULE`` serves the module's ``Engine``, without importing torch. The first order has
+its arguments, each further one a method's name and arguments. Libraries may write to stdout, so answers go to a copy.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ class Served(Protocol):
     """Version, build, precision and settings."""
 
     def generate(self, ids: list[int], new: int) -> dict[str, Any]:
-        """Continue greedily; returns ``count``, the number of new tokens, ``tokens`` or ``text``, and ``first``, the
-        seconds until the first of them."""
+        """Continue greedily; return ``count``, the new tokens, ``tokens`` or ``text``, and ``first``, the seconds until
+        the first of them."""
 
     def forget(self) -> None:
-        """Drop what was learned from earlier texts."""
+        """Drop what earlier requests left."""
 
 
 def serve(engine: object, orders: Iterable[str], answers: TextIO) -> None:
@@ -48,7 +47,6 @@ def _answer(answers: TextIO, found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Serve the module named on the command line."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     try:

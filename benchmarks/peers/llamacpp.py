@@ -9,15 +9,8 @@ from typing import Any
 
 
 class Engine:
-    """One server inside this process.
-
-    Args:
-        folder: holds ``model.gguf``.
-        threads: number of threads.
-        positions: length of the longest text.
-        dtype: also the type of keys and values: float32 or bfloat16.
-        speculation: NGRAM_SIMPLE, NGRAM_MOD, ..., or nothing.
-    """
+    """One server inside this process, over ``folder/model.gguf``; ``speculation`` is NGRAM_SIMPLE, NGRAM_MOD, ..., or
+    nothing."""
 
     def __init__(self, folder: str, threads: int, positions: int, dtype: str, speculation: str = "") -> None:
         import xllamacpp
@@ -32,7 +25,6 @@ class Engine:
         self.said = f"llama.cpp by xllamacpp {version}, built for {', '.join(able)}, keys and values in {dtype}{drafts}"
 
     def generate(self, ids: list[int], new: int) -> dict[str, Any]:
-        """See ``Served``. The answer has only the text."""
         order = {"prompt": ids, "n_predict": new, "temperature": 0.0, "cache_prompt": False}
         found = self._server.handle_completions(order)
         if "choices" not in found:
@@ -41,7 +33,7 @@ class Engine:
         return {"text": found["choices"][0]["text"], "count": found["usage"]["completion_tokens"], "first": first}
 
     def forget(self) -> None:
-        """See ``Served``. NGRAM_MOD keeps a table of all texts; only a new server empties it."""
+        """Empty NGRAM_MOD's table of all requests, by a new server."""
         if self._speculation == "NGRAM_MOD":
             self._server = None
             self._server = self._make_server()

@@ -1,7 +1,6 @@
 """llama.cpp through ``llama-cpp-python``, which pip builds for this machine: decoding, logits, and quantising.
 
-The loop calls the library's C functions and picks the highest logit with numpy, so the binding costs microseconds a
-token.
+The loop calls C functions and picks the highest logit with numpy: the binding costs microseconds a token.
 """
 
 from __future__ import annotations
@@ -33,10 +32,7 @@ class Engine:
 
     Args:
         folder: holds ``model.gguf``, or is a GGUF file; without one, only ``quantise`` works.
-        threads: number of threads.
-        positions: length of the longest text.
-        dtype: type of keys and values: float32, bfloat16 or float16, which is llama.cpp's default.
-        ends: the tokens that end a text.
+        dtype: of keys and values; float16 is llama.cpp's default.
         lookup: whether to use the binding's prompt lookup.
     """
 
@@ -60,7 +56,6 @@ class Engine:
         self.said = f"{built}, keys and values in {dtype}{drafts}"
 
     def generate(self, ids: list[int], new: int) -> dict[str, Any]:
-        """See ``Served``."""
         begin = time.perf_counter()
         self._clear()
         tokens = [self._next(ids)]
@@ -72,7 +67,7 @@ class Engine:
         return {"tokens": tokens, "count": len(tokens), "first": first}
 
     def forget(self) -> None:
-        """See ``Served``: it keeps nothing."""
+        """Do nothing: it keeps nothing."""
 
     def logits(self, ids: list[int], file: str) -> None:
         """Write the logits after each token, ``[n, V]`` in float32, to a ``.npy`` file."""
@@ -105,14 +100,13 @@ class Engine:
         self._library.llama_memory_clear(self._library.llama_get_memory(self._context), False)
 
     def _next(self, ids: list[int]) -> int:
-        """The best token after these."""
         given = (self._library.llama_token * len(ids))(*ids)
         self._decode(self._library.llama_batch_get_one(given, len(ids)))
         found = self._library.llama_get_logits_ith(self._context, -1)
         return int(np.ctypeslib.as_array(found, shape=(self._vocabulary,)).argmax())
 
     def _next_with_drafts(self, text: list[int]) -> list[int]:
-        """The best tokens after a text, whose last token is not in the cache: one more than accepted drafts."""
+        """Return accepted drafts and one more token; the last token of ``text`` is not in the cache."""
         assert self._lookup is not None
         drafts = [int(token) for token in self._lookup(np.array(text, np.intc))]
         best = [int(token) for token in self._all_logits([text[-1], *drafts], len(text) - 1).argmax(-1)]
@@ -122,7 +116,7 @@ class Engine:
         return best[: accepted + 1]
 
     def _all_logits(self, ids: list[int], position: int) -> Any:
-        """The logits after each of the tokens, ``[n, V]``, of which the first is at ``position``."""
+        """Return the logits after each of the tokens, ``[n, V]``; the first is at ``position``."""
         batch = self._library.llama_batch_init(len(ids), 0, 1)
         batch.n_tokens = len(ids)
         for i, token in enumerate(ids):

@@ -33,12 +33,8 @@ SPARE = 64
 
 @dataclass(frozen=True)
 class PeerSubject:
-    """The model to measure.
-
-    Attributes:
-        source: the GGUF file that the model came from, or None.
-        positions: length of the longest text.
-    """
+    """The model to measure; ``source`` is the GGUF file that it came from, ``positions`` the length of the longest
+    request."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -57,10 +53,8 @@ class PeerLibrary:
     Attributes:
         package: its name for pip.
         needs: modules that its environment must have, and the packages that contain them.
-        module: has its ``Engine``.
+        module: has its ``Engine``, with the arguments ``options`` and, by contestant, ``variants``.
         prepare: writes the files that it reads into a folder.
-        options: the engine's arguments.
-        variants: further arguments, by contestant.
     """
 
     package: str
@@ -71,7 +65,7 @@ class PeerLibrary:
     variants: Mapping[str, dict[str, Any]]
 
     def missing(self, python: str = sys.executable) -> str:
-        """The command that installs packages which the environment of ``python`` lacks; empty if it has all."""
+        """Return the command that installs the packages that ``python`` lacks; empty if it has all."""
         told = subprocess.run([python, "-c", FIND, *self.needs], capture_output=True, text=True, check=True)
         absent = [self.needs[module] for module in told.stdout.split()]
         return f"{python} -m pip install {' '.join(absent)}" if absent else ""
@@ -79,13 +73,7 @@ class PeerLibrary:
 
 @dataclass
 class RunningPeers:
-    """Peers that are running.
-
-    Attributes:
-        contestants: by name.
-        absent: contestants that could not be loaded, and why.
-        notes: each one's version, precision and settings.
-    """
+    """Running peers; those that could not be loaded, and why; and each one's version, precision and settings."""
 
     contestants: dict[str, Contestant] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
@@ -93,7 +81,7 @@ class RunningPeers:
 
 
 def write_gguf(subject: PeerSubject, folder: Path) -> None:
-    """Write the model for llama.cpp; if its weights are as stored, use the original file."""
+    """Write the model for llama.cpp; if its weights are stored, link the original file."""
     if is_stored(subject.model):
         (folder / "model.gguf").symlink_to(Path(subject.model.name_or_path).resolve())
         return
@@ -101,11 +89,7 @@ def write_gguf(subject: PeerSubject, folder: Path) -> None:
 
 
 def write_openvino(subject: PeerSubject, folder: Path) -> None:
-    """Write the model for OpenVINO, which reads float16: a graph, and the exact values to put into it.
-
-    Raises:
-        PeerError: if the weights are as stored.
-    """
+    """Write a float16 graph for OpenVINO, and the exact values to put into it; raise PeerError for stored weights."""
     if is_stored(subject.model):
         raise PeerError("it cannot be given weights as a GGUF file stores them")
     model = subject.model
@@ -155,11 +139,7 @@ LIBRARIES = (
 
 
 def check(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Path | None) -> None:
-    """Refuse a model that no peer can run unchanged.
-
-    Raises:
-        ValueError: with the reason.
-    """
+    """Raise ValueError for a model that no peer can run unchanged."""
     if find_spec("gguf") is None:
         raise ValueError("--peers writes GGUF files; pip install gguf")
     if model.dtype not in DTYPES:
@@ -174,7 +154,7 @@ def check(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Pa
 def running_peers(
     subject: PeerSubject, kinds: Sequence[PeerLibrary] = LIBRARIES, python: str = sys.executable
 ) -> Iterator[RunningPeers]:
-    """A context with all peers that the environment of ``python`` has, each in its own process."""
+    """Yield all peers that the environment of ``python`` has, each in a process."""
     found = RunningPeers()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="forerun-peers-")))
@@ -196,7 +176,7 @@ def running_peers(
 def _load(
     kind: PeerLibrary, subject: PeerSubject, folder: Path, found: RunningPeers, stack: ExitStack, python: str
 ) -> None:
-    """Load a library's variants; for one that cannot be loaded, note the reason."""
+    """Load a library's variants; note the reason for one that cannot be loaded."""
     said: dict[str, None] = {}
     for name, more in kind.variants.items():
         options = {"folder": str(folder), "threads": torch.get_num_threads(), **kind.options(subject), **more}

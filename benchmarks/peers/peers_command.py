@@ -80,7 +80,6 @@ class PeersOptions(ListOptions, OutputOptions):
 
 
 def run(options: PeersOptions) -> None:
-    """Make the files, measure, print the tables, and write JSON, Markdown and plots after each format."""
     plots.check()
     console, kinds = stderr(), options.kinds
     files = ModelFiles(options.model, options.files, options.python, console.print)
@@ -106,7 +105,7 @@ def run(options: PeersOptions) -> None:
 
 @contextmanager
 def contestants(options: PeersOptions, kind: str, file: Path) -> Iterator[tuple[dict[str, Contestant], list[str]]]:
-    """A context with the contestants over a file, and what the other engines say about themselves."""
+    """Yield the contestants over a file, and what the other engines say about themselves."""
     model, tokenizer = load(str(file), UNQUANTISED if kind == UNQUANTISED else STORED)
     model.generation_config.eos_token_id = None  # each output has the same length
     found, notes = {FORERUN: plain(model)}, list[str]()
@@ -159,12 +158,12 @@ def measured(
 
 
 def prompt(length: int) -> Tokens:
-    """Seeded random tokens that every vocabulary has."""
+    """Return seeded random tokens that every vocabulary has."""
     return [int(token) for token in np.random.default_rng(0).integers(100, 4000, length)]
 
 
 def row_of(one: Series, kind: str, length: int) -> Row:
-    """The medians of one contestant's rounds over a prompt."""
+    """Return the medians of a contestant's rounds over a prompt."""
     runs = [run for run in one.runs[0] if run.first is not None]
     first = median(run.first for run in runs if run.first is not None)
     speeds = sorted(map(decoding_speed, runs))
@@ -182,19 +181,13 @@ def row_of(one: Series, kind: str, length: int) -> Row:
 
 
 def decoding_speed(run: Run) -> float:
-    """Tokens per second after the first one."""
+    """Return the tokens per second after the first."""
     assert run.first is not None
     return (run.tokens - 1) / (run.seconds - run.first)
 
 
 def add_tables(report: Report, rows: Sequence[Row], said: Sequence[str]) -> None:
-    """Add the tables and plots of all rows so far.
-
-    Args:
-        report: takes them.
-        rows: of ``row_of``.
-        said: what the other engines say about themselves.
-    """
+    """Add the tables and plots of all rows so far; ``said`` is what the other engines say about themselves."""
     shortest = min(row["prompt"] for row in rows)
     decoding = [row for row in rows if row["prompt"] == shortest]
     notes = [f"{line}\n" for line in said]
@@ -213,7 +206,7 @@ def add_tables(report: Report, rows: Sequence[Row], said: Sequence[str]) -> None
 
 
 def decoding_table(rows: Sequence[Row]) -> str:
-    """Medians with the slowest and the fastest round, and Forerun's ratio to llama.cpp."""
+    """Format medians with the slowest and fastest round, and Forerun's ratio to llama.cpp."""
     speeds = {(row["weights"], row["contestant"]): row["tokens_per_second"] for row in rows}
     ratios = [
         {"weights": kind, "contestant": f"{FORERUN} / {LLAMA}", "ratio": speeds[kind, FORERUN] / speeds[kind, LLAMA]}

@@ -1,7 +1,6 @@
-"""Writes a transformers model's exact weights to a GGUF file, for engines that read no other format.
+"""Write a transformers model's exact weights to a GGUF file, for engines that read no other format.
 
-Tensors are the model's own, so that every engine computes with the same numbers. The metadata comes from the GGUF file
-that the model was made from, or from the model's configuration and tokenizer.
+The metadata comes from the GGUF file that the model was made from, or from its configuration and tokenizer.
 """
 
 from __future__ import annotations
@@ -27,11 +26,7 @@ _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
 
 def check(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Path | None) -> None:
-    """Refuse a model that cannot be written.
-
-    Raises:
-        ValueError: with the reason.
-    """
+    """Raise ValueError for a model that cannot be written."""
     kind = model.config.model_type
     if kind not in ARCHITECTURES:
         raise ValueError(f"a GGUF file can be written of {' and '.join(ARCHITECTURES)} models, and this is {kind}")
@@ -49,17 +44,12 @@ def write(
     source: Path | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write the model with its exact weights.
+    """Write the model with its exact weights, or rounded to ``dtype``; raise ValueError if ``source`` is of another
+    model.
 
     Args:
         model: one that ``check`` accepts. Weights on the device ``meta`` are written as seeded random numbers.
-        tokenizer: the model's.
-        file: path of the new file.
         source: the GGUF file that the model came from, if there is one.
-        dtype: float32, bfloat16 or float16 to round to; the model's own by default.
-
-    Raises:
-        ValueError: if ``source`` is of another model.
     """
     import gguf
 
@@ -91,7 +81,7 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors with their GGUF names; queries and keys in llama.cpp's order of rotary pairs."""
+    """Yield tensors with their GGUF names; queries and keys in llama.cpp's order of rotary pairs."""
     import gguf
 
     config = model.config
@@ -110,13 +100,12 @@ def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Reorder each head's rows from two halves, as transformers rotates them, to pairs, as llama.cpp does."""
+    """Reorder each head's rows from transformers' two halves to llama.cpp's rotary pairs."""
     rows, columns = weight.shape
     return weight.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns)
 
 
 def _check_same(model: PreTrainedModel, said: Mapping[str, tuple[Any, Any, Any]]) -> None:
-    """Refuse metadata of another model."""
     config = model.config
     for key, ours in (("llama.block_count", config.num_hidden_layers), ("llama.embedding_length", config.hidden_size)):
         theirs = said.get(key, (None,))[0]
@@ -125,7 +114,6 @@ def _check_same(model: PreTrainedModel, said: Mapping[str, tuple[Any, Any, Any]]
 
 
 def _from_source(source: Path) -> dict[str, tuple[Any, Any, Any]]:
-    """A file's metadata: values and their GGUF types."""
     import gguf
 
     fields = gguf.GGUFReader(source).fields
@@ -138,7 +126,7 @@ def _from_source(source: Path) -> dict[str, tuple[Any, Any, Any]]:
 
 
 def _from_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, tuple[Any, Any, Any]]:
-    """The same from configuration and tokenizer. Peers get prompts as ids, so the splitting of words is left out."""
+    """Make metadata of the configuration and tokenizer, without the splitting of words: peers get ids."""
     from gguf import GGUFValueType as Kind
 
     config, vocabulary = model.config, _vocabulary(tokenizer)
@@ -173,7 +161,7 @@ def _from_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> d
 
 
 def _words(vocabulary: Mapping[str, Any], size: int) -> tuple[list[str], list[int]]:
-    """The tokens in order of their ids, and each one's kind; unused ids get a placeholder."""
+    """Return the tokens by id, and each one's kind; unused ids get a placeholder."""
     by_id = {i: (word, _NORMAL) for word, i in vocabulary["model"]["vocab"].items()}
     for token in vocabulary.get("added_tokens", []):
         by_id[token["id"]] = (token["content"], _CONTROL if token["special"] else _USER_DEFINED)

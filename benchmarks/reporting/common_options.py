@@ -16,7 +16,6 @@ BENCHMARKS = Path(__file__).parents[1]
 
 
 def list_option(panel: str, help: str, *flags: str) -> Any:  # noqa: A002
-    """Return an option that is a comma-separated list."""
     return option(*flags, panel=panel, help=f"{help} Commas between.", metavar="LIST")
 
 
@@ -82,11 +81,8 @@ def names(flag: str, text: str, known: Collection[str] = ()) -> list[str]:
 
 
 def json_lines(file: Path, option: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the place and the value of each line that is not blank; ``option`` named the file.
-
-    Raises:
-        ValueError: if there is no such file, or with the first line that is not JSON.
-    """
+    """Yield the place and the value of each line that is not blank; ``option`` named the file. Raise ValueError if
+    there is none, or with the first line that is not JSON."""
     if not file.is_file():
         raise ValueError(f"{option or 'a file'} is {file}; there is no such file")
     for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):

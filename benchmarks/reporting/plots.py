@@ -125,7 +125,6 @@ def grouped(
 
 
 def _spread(line: Line) -> tuple[list[float], list[float]]:
-    """Return the distances of a line's smallest and largest values from its points."""
     below, above = zip(line.ys, line.low, strict=True), zip(line.high, line.ys, strict=True)
     return [max(0.0, y - low) for y, low in below], [max(0.0, high - y) for high, y in above]
 
@@ -140,7 +139,6 @@ def _apart(ticks: Sequence[float]) -> list[float]:
 
 
 def legend(axis: Any) -> None:
-    """Put the legend beside the plot."""
     axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
 
 

@@ -66,7 +66,6 @@ class Report:
         self.plot(name, lambda path: plots.bars(path, self.framed(frame), groups, found))
 
     def framed(self, frame: Frame) -> Frame:
-        """Return the frame with the model, machine and date as its note."""
         return replace(frame, note=self.note)
 
     @property

@@ -1,12 +1,9 @@
 """``python -m benchmarks server agents``: how soon an agent's turns start, after a long system prompt with tools.
 
-Each turn adds an answer and a tool's result. Every server gets the conversation as token ids, so that no template or
-tokenizer makes a difference; the answers in it are the server's own. Each contestant has the conversation twice: cold,
-and as another session that finds the first one's prompts and answers. Servers run one at a time.
-
-With ``--trace``, answers in the conversation are recorded tool calls, so that all drafters answer the same prompts.
-Sessions repeat each other's calls with small differences, as an agent does that works on one project: that is what
-drafts gain from, first cold and then warm. Exit status 1 if two drafters answer differently.
+Each turn adds an answer and a tool's result. Servers get the conversation as token ids, one server at a time, cold and
+then as a second session that finds the first one's prompts and answers. With ``--trace``, answers in the conversation
+are recorded tool calls, so that all drafters get the same prompts, and sessions repeat each other's calls with small
+differences. Exit status 1 if two drafters then answer differently.
 """
 
 from __future__ import annotations
@@ -176,7 +173,6 @@ def _session(endpoint: ServerEndpoint, conversation: AgentConversation) -> Itera
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return a line for each contestant and session."""
     last = max(row["turn"] for row in rows)
     turns = [turn for turn in SHOWN_TURNS if turn <= last]
     columns = {"contestant": "server", "session": "session", **{f"{n}": f"first token, turn {n}" for n in turns}}
@@ -206,7 +202,6 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _speed(rows: Sequence[Row]) -> float:
-    """Return the tokens per second after the first."""
     return float(sum(row["tokens"] for row in rows) / max(1e-9, sum(row["decoding"] for row in rows)))
 
 

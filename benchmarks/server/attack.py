@@ -1,11 +1,10 @@
 """``python -m benchmarks server attack``: two tenants of one server, of whom one attacks; what the other one notices.
 
-The other tenant reads one stream after the other: alone, beside a process that only computes, and beside the attacks,
-which come from a separate process: floods of outputs (n = 15 and 128), long outputs that a schema spells out,
-characters that never end, schemas that are hard to compile, many log-probabilities, a namespace for each request, and
-bodies of the largest size: one long text, or hundreds of thousands of ids, fields, messages or tools. The slowest
-hundredth of the times between chunks is split by the times of the server's steps (``watched_server.py``), and the gaps
-are listed by the kinds of bodies that were open meanwhile: with ``--attackers 1``, by one body alone.
+The other tenant reads one stream after the other: alone, beside a process that only computes, and beside the attacks of
+a separate process: floods of outputs, long forced outputs, endless characters, schemas that are hard to compile, many
+log-probabilities, a namespace for each request, and bodies of the largest size. The slowest hundredth of the gaps
+between chunks is split by the times of the server's steps, and gaps are listed by the kinds of bodies that were open
+meanwhile: with ``--attackers 1``, by one body alone.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def _slow(patterns: int) -> Json:
 
 
 def _repeated(field: str, entry: str, size: int = (8 << 20) - 300) -> bytes:
-    """Return a body of the largest size, whose field has one entry again and again."""
+    """Return a body of the largest size that repeats one entry of a field."""
     return f'{{"model":"bundled","max_tokens":4,"{field}":[{",".join([entry] * (size // (len(entry) + 1)))}]}}'.encode()
 
 
@@ -140,7 +139,7 @@ ATTACKS: dict[str, Callable[[random.Random], Json]] = {
 class AttackOptions(ListOptions, OutputOptions):
     """Two tenants, of whom one attacks: is the other one served as before?
 
-    Exit status 1 if the other tenant was refused once, or if its p99 between chunks more than doubled. Writes JSON and
+    Exit status 1 if the other tenant was refused once, or its p99 between chunks more than doubled. Writes JSON and
     Markdown.
     """
 
@@ -178,8 +177,7 @@ def run(options: AttackOptions) -> None:
 def fill(
     report: Report, rows: Sequence[Row], attacked: Mapping[str, Mapping[str, int]], sent: Sequence[Sent]
 ) -> list[str]:
-    """Add the phases (alone, floor, beside), the answers to each attack and the gaps beside it; return what is
-    wrong."""
+    """Add the phases (alone, floor, beside), the answers to each attack and the gaps beside it; return the faults."""
     *_, streams = [row.pop("times") for row in rows]
     before, *others = (row["p99_between_chunks"] for row in rows)
     floor, ratio = (None if not before or after is None else after / before for after in others)
@@ -207,7 +205,7 @@ def fill(
 
 
 def _phase(server: WatchedServer, seconds: float, name: str) -> Row:
-    """Read streams, and record the server's steps and the processors in use meanwhile."""
+    """Read streams; record the server's steps and the processors in use meanwhile."""
     server.steps()
     used, meter, began = server.processor_seconds(), LoadMeter(), time.perf_counter()
     streams = asyncio.run(_read(server.url, seconds, name))
@@ -218,7 +216,7 @@ def _phase(server: WatchedServer, seconds: float, name: str) -> Row:
 
 
 def gaps_beside(streams: Sequence[Sequence[float]], sent: Sequence[Sent]) -> dict[str, Row]:
-    """Return the gaps in streams by the kinds of requests that were open meanwhile, in milliseconds."""
+    """Return the gaps in streams by the kinds of requests open meanwhile, in milliseconds."""
     gaps, found = [pair for each in streams for pair in pairwise(each)], dict[str, Row]()
     for kind in dict.fromkeys(name for name, _, _ in sent):
         times = [(began, ended) for name, began, ended in sent if name == kind]
@@ -230,7 +228,7 @@ def gaps_beside(streams: Sequence[Sequence[float]], sent: Sequence[Sent]) -> dic
 
 
 def figures(streams: Sequence[Reply], steps: Sequence[Any]) -> Row:
-    """Return the times of streams, in seconds, and where those of the slowest chunks went."""
+    """Return the times of streams, in seconds, and the parts of the slowest gaps."""
     statuses, chunks, first = Counter[str](), list[list[float]](), list[float]()
     for reply in streams:
         found = list(events(reply.reads))

@@ -1,7 +1,6 @@
 """Clients of a server, in this process: asyncio and httpx.
 
-While they wait, clients only record bytes and times, so that they take little time from a server on the same computer.
-``parsed`` makes answers of that afterwards.
+While they wait, clients only record bytes and times: the server needs the processor. ``parsed`` makes answers of that.
 """
 
 from __future__ import annotations
@@ -42,11 +41,8 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class Level:
-    """A load.
-
-    ``clients`` wait for each answer before the next request (closed loop); at a ``rate`` per second, requests arrive
-    whatever becomes of the others (open loop). ``seed`` is of the arrivals.
-    """
+    """A load: ``clients`` that wait for each answer before the next request (closed loop), or requests at a ``rate``
+    per second, whatever becomes of the others (open loop). ``seed`` is of the arrivals."""
 
     kind: Literal["clients", "rate"]
     value: float
@@ -64,12 +60,10 @@ class ServerEndpoint:
     """How to reach a server.
 
     Attributes:
-        model: the name that requests give.
         chats: send prompts as one user message, through the model's template.
         ours: Forerun's server, which accepts the field ``forerun``.
         exact: the server promises equal bits, whatever shares a pass.
         encode: makes token ids of a prompt, for a server that would encode it otherwise; None sends text.
-        key: of the API.
     """
 
     url: str
@@ -110,13 +104,8 @@ class ServerEndpoint:
 
 @dataclass
 class Reply:
-    """What came for one request; times are of ``time.perf_counter``.
-
-    Attributes:
-        reads: bytes as they came, each with its time.
-        status: of HTTP; None if nothing came.
-        error: why the connection failed, or None.
-    """
+    """What came for one request: bytes with their times by ``time.perf_counter``, the HTTP status if any, and why the
+    connection failed."""
 
     request: LoadRequest
     sent: float = 0.0
@@ -137,13 +126,8 @@ class LoadRun:
 
 @dataclass(frozen=True)
 class Answer:
-    """A parsed reply.
-
-    Attributes:
-        grew: times at which text came; chunks that came together count once.
-        usage: what the server counted; empty if it sent none.
-        error: why the answer is incomplete, or None.
-    """
+    """A parsed reply: times at which text came (``grew``; chunks that came together count once), the server's counts,
+    and why the answer is incomplete."""
 
     request: LoadRequest
     text: str
@@ -177,17 +161,14 @@ class Answer:
 
     @property
     def digest(self) -> str | None:
-        """Return a digest of a complete text."""
         return None if self.error else hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
 
 def mixed(
     prompts: Mapping[str, Sequence[str]], lengths: Sequence[int], temperature: float, seed: int
 ) -> list[LoadRequest]:
-    """Return all prompts, from each task in turn, with a private seed and a drawn length each.
-
-    Every second turn through the tasks is sampled at ``temperature``; the others are greedy.
-    """
+    """Return all prompts, from each task in turn, with a seed and a drawn length each. Every second turn through the
+    tasks is sampled at ``temperature``."""
     rng = Random(f"serving/{seed}")
     return [
         LoadRequest(task, found[turn], rng.choice(lengths), temperature if turn % 2 else 0.0, rng.randrange(1 << 31))
@@ -198,7 +179,7 @@ def mixed(
 
 
 def arrivals(rate: float, count: int, seed: int) -> list[float]:
-    """Return the seconds at which requests of a Poisson process arrive, ``rate`` per second; the first at 0."""
+    """Return the arrival times of a Poisson process, ``rate`` per second; the first is 0."""
     rng, at, found = Random(f"arrivals/{seed}"), 0.0, list[float]()
     for _ in range(count):
         found.append(at)
@@ -217,7 +198,6 @@ async def connected(endpoint: ServerEndpoint) -> AsyncIterator[httpx.AsyncClient
 
 
 async def answer(http: httpx.AsyncClient, endpoint: ServerEndpoint, reply: Reply, extension: Extension) -> Reply:
-    """Send the reply's request, and record all that comes."""
     body, clock = endpoint.body(reply.request, extension), time.perf_counter
     reply.sent = clock()
     try:

@@ -65,9 +65,9 @@ _LOAD = "Load"
 class ServingOptions(ListOptions, OutputOptions, SourceOptions, ModelOptions):
     """Servers under load: forerun serve with and without drafts, and those of transformers and llama.cpp.
 
-    Each is a separate process on a free port of this computer, one at a time; the clients are in this process. All
-    answer the same requests in rounds; medians count. Exit status 1 if an output under load differs from the same
-    request alone, or if Forerun leaves a request unanswered. Writes JSON, Markdown and plots after each load.
+    Each is a process on a free port of this computer, one at a time. All answer the same requests in rounds; medians
+    count. Exit status 1 if an output under load differs from the same request alone, or if Forerun leaves a request
+    unanswered. Writes JSON, Markdown and plots after each load.
     """
 
     contestants: Annotated[str, list_option("Model", f"Drafters of forerun serve, {DEFAULT} for its own, {RAY} for "
@@ -143,8 +143,8 @@ def _check_installed(options: ServingOptions) -> None:
 
 
 def _prepared(options: ServingOptions) -> tuple[ServedModel, list[Round], list[ServerContestant]]:
-    """Return the model, all requests and the contestants. The model is loaded to check it, and to write llama.cpp's
-    file; then it is dropped."""
+    """Return the model, all requests and the contestants. The model is loaded only to check it, and to write
+    llama.cpp's file."""
     model, tokenizer = load_target(options)
     if LLAMA in options.drafters:
         weights.check(model, tokenizer, None)
@@ -194,14 +194,13 @@ def _rounds(options: ServingOptions, encoder: TemplateEncoder, limit: int | None
 def build_levels(
     clients: Sequence[int], rates: Sequence[float], least: int, requests: Sequence[LoadRequest], seed: int
 ) -> list[Level]:
-    """Return the levels of a round, with different requests each: ``least``, or more if there are many clients."""
+    """Return a round's levels with different requests: ``least`` each, or more for many clients."""
     left = iter(requests)
     closed = [Level("clients", each, list(islice(left, _size(each, least))), seed) for each in clients]
     return [*closed, *(Level("rate", each, list(islice(left, least)), seed) for each in rates)]
 
 
 def needed(clients: Sequence[int], rates: Sequence[float], least: int) -> int:
-    """Count the requests of all levels of a round."""
     return sum(_size(each, least) for each in clients) + least * len(rates)
 
 
@@ -210,7 +209,7 @@ def _size(clients: int, least: int) -> int:
 
 
 def _requests(options: ServingOptions, encoder: TemplateEncoder, limit: int | None, count: int) -> list[LoadRequest]:
-    """Return requests of all tasks that have their files; raise a ValueError if there are none, or one is too long."""
+    """Return requests of all tasks that have their files; raise ValueError if there are none, or one is too long."""
     tasks = tasks_for(encoder, options)
     chosen = options.named_tasks or [name for name in tasks if name not in LEFT_OUT]
     check_names(chosen, tasks)
@@ -241,7 +240,6 @@ def _drawn(name: str, tasks: Tasks, count: int) -> list[str]:
 
 
 def _longs(options: ServingOptions, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> list[LoadRequest]:
-    """Return a long prompt for each round, if ``--long`` is given."""
     if not options.long:
         return []
     _check("--long", options.long, limit, 2)

@@ -1,7 +1,4 @@
-"""Figures of the answers under a load, their medians over rounds, and rows for the tables.
-
-A turn has each contestant's results of a round, by name; see ``ServeBench``.
-"""
+"""Figures of the answers under a load, and their medians over rounds."""
 
 from __future__ import annotations
 
@@ -23,17 +20,15 @@ STEP_PARTS = ("read", "propose", "score", "verify", "other")
 
 
 def percentile(values: Sequence[float], part: float) -> float | None:
-    """Return the value that ``part`` % do not exceed, linearly interpolated; None without values."""
     return float(np.percentile(values, part)) if len(values) else None
 
 
 def figures(
     answers: Sequence[Answer], seconds: float, own_seconds: float, step_seconds: Mapping[str, float] | None = None
 ) -> Row:
-    """Return one load's figures; times in seconds.
+    """Return one load's figures; times in seconds. Failed answers count as errors alone.
 
     Args:
-        answers: those that failed count as errors alone.
         own_seconds: processor time of the clients.
         step_seconds: by ``STEP_PARTS``; empty for servers that do not state them.
     """
@@ -54,7 +49,6 @@ def figures(
 
 
 def reasons(answers: Sequence[Answer]) -> dict[str, int]:
-    """Count each error."""
     return dict(Counter(answer.error for answer in answers if answer.error is not None))
 
 
@@ -97,6 +91,5 @@ def medians(rounds: Sequence[Row]) -> Row:
 
 
 def known_median(values: Sequence[float | None]) -> float | None:
-    """Return the median of the values that are not None."""
     known = [value for value in values if value is not None]
     return median(known) if known else None

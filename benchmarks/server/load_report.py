@@ -1,6 +1,6 @@
 """Tables of ``python -m benchmarks server load``: medians over rounds, ratios to plain decoding, outputs that differ.
 
-A turn has each contestant's results of a round, by name; see ``ServeBench``.
+A turn has each contestant's results of a round, by name.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ GREEDY_NOTE = (
 
 
 def fill(report: Report, turns: Sequence[Turn], rounds: Sequence[Round], plotted: bool) -> None:
-    """Replace a report's parts by all that the turns have so far; ``plotted`` draws plots, which needs a second."""
+    """Replace a report's parts by the turns so far; ``plotted`` draws plots, which needs a second."""
     load, long, refused = load_rows(turns, rounds), long_rows(turns), refusals(turns)
     if load:
         report.add("load", f"Load: tokens per second of all clients, and times those of {PLAIN}", load,
@@ -75,7 +75,7 @@ def fill(report: Report, turns: Sequence[Turn], rounds: Sequence[Round], plotted
 
 
 def load_rows(turns: Sequence[Turn], rounds: Sequence[Round]) -> list[Row]:
-    """Return a row for each level and contestant that answered it in any round."""
+    """Return a row for each level and contestant that answered it."""
     found = []
     for level in rounds[0].levels:
         for name in _names(turns):
@@ -102,9 +102,7 @@ def long_rows(turns: Sequence[Turn]) -> list[Row]:
 
 def output_rows(turns: Sequence[Turn], rounds: Sequence[Round]) -> list[Row]:
     """Count outputs that equal those of each request alone, and those of plain decoding; ``exact`` says that they must.
-
-    Of other servers only greedy outputs are compared.
-    """
+    Of other servers only greedy outputs are compared."""
     found = []
     for name in _names(turns):
         alone = [turn[name]["alone"] for turn in turns if "alone" in turn.get(name, {})]
@@ -139,7 +137,6 @@ def unanswered(turns: Sequence[Turn]) -> Iterator[str]:
 
 
 def errors(turns: Sequence[Turn]) -> dict[str, dict[str, int]]:
-    """Count each error of each contestant."""
     found = {name: Counter[str]() for name in _names(turns)}
     for turn in turns:
         for name, results in turn.items():
@@ -148,7 +145,7 @@ def errors(turns: Sequence[Turn]) -> dict[str, dict[str, int]]:
 
 
 def refusals(turns: Sequence[Turn]) -> dict[str, str]:
-    """Return why a contestant did not answer a long prompt, the last time."""
+    """Return each contestant's last reason for not answering a long prompt."""
     return {name: row["error"] for name in _names(turns) for row in _longs(turns, name) if "error" in row}
 
 
@@ -168,7 +165,7 @@ def _names(turns: Sequence[Turn]) -> list[str]:
 
 
 def _of_plain(turns: Sequence[Turn], level: str, name: str, figure: str) -> float | None:
-    """Return the median ratio of a figure to plain decoding's in its round."""
+    """Return the median over rounds of a figure's ratio to plain decoding's."""
     pairs = [(turn[name]["levels"][level], turn.get(PLAIN, {}).get("levels", {}).get(level)) for turn in turns]
     return known_median([a[figure] / b[figure] for a, b in pairs if b and a[figure] and b[figure]])
 

@@ -76,7 +76,7 @@ class ActivationsOptions(ListOptions, OutputOptions):
 
 
 def texts(files: Sequence[str] | None) -> dict[str, str]:
-    """Return texts by name: the files', or some that every checkout has."""
+    """Return texts by name: the files', or some of this checkout."""
     if files:
         return {Path(file).name: Path(file).read_text("utf-8") for file in files}
     pages = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))

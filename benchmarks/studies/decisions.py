@@ -96,7 +96,6 @@ def long_case(rows: int, quoting: int, accepted: float, drafting: float) -> Case
 
 
 def cases() -> Iterator[Case]:
-    """Yield all cases of the table."""
     for rows in (1, 4, 16):
         yield short_case(rows, "drafts right at 5 to 20 %", lambda seed: at_random(seed, 0.05, 0.2), False)
         yield short_case(rows, "drafts right at 10 to 50 %", lambda seed: at_random(seed, 0.1, 0.5), False)

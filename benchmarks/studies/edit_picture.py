@@ -86,7 +86,6 @@ class Answer:
 
 
 def answer(engine: Engine, drafter: str, prompt: list[int], max_new_tokens: int) -> Answer:
-    """Decode a prompt greedily with a new drafter of this name."""
     engine.set_drafter(drafter)
     meter, tokens, seconds, steps = LoadMeter(), list[int](), list[float](), list[int]()
     for step, commit in enumerate(engine.stream(prompt, max_new_tokens=max_new_tokens, do_sample=False)):
@@ -130,7 +129,6 @@ def per_step(each: Answer, begin: int, end: int) -> float:
 
 
 def summaries(found: dict[str, list[Answer]]) -> Iterator[Row]:
-    """Yield a row of medians for each drafter."""
     for name, answers in found.items():
         speeds = [each.tokens_per_second for each in answers]
         others = [each.others for each in answers if each.others is not None]

@@ -77,7 +77,7 @@ class ModelsOptions(DebugOptions):
 
 
 def run(options: ModelsOptions) -> None:
-    """Write the page. Engines draft by a fixed cost curve, since times of models so small say nothing."""
+    """Write the page. Engines use a fixed cost curve: times of models so small say nothing."""
     sys.path.append(str(TESTS))
     from support.fixed_runtime import fixed_runtime
     from support.model_trials import BITS, bits, look, refusals, texts, variants

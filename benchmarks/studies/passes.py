@@ -145,7 +145,6 @@ class PassSizes:
 
     @property
     def longest(self) -> int:
-        """Positions that the model must have."""
         return max([self.context + max([*self.passes, *THEIR_SIZES]), *self.prompts])
 
 
@@ -167,7 +166,6 @@ class Work:
     seconds: list[float] = field(default_factory=list)
 
     def once(self, clock: Callable[[], float]) -> float:
-        """Return the seconds of a run."""
         begin = clock()
         self.run()
         seconds = clock() - begin
@@ -182,11 +180,8 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Row]:
-    """Return a row for each work; ``models`` are one model in the types to compare.
-
-    Raises:
-        ValueError: if the model has too few positions.
-    """
+    """Return a row for each work; ``models`` are one model in the types to compare. Raise ValueError if it has too few
+    positions."""
     limit = position_limit(models[0])
     if limit is not None and sizes.longest > limit:
         raise ValueError(
@@ -244,7 +239,7 @@ def _their_passes(
 
 
 def _our_prefill(engine: Engine, tokens: list[int]) -> None:
-    """Prefill all tokens but the last, as the engine does before it generates."""
+    """Prefill all tokens but the last, as the engine does."""
     engine.prefill(tokens)
     if engine.target.device.type == "cuda":
         torch.cuda.synchronize(engine.target.device)
@@ -286,7 +281,6 @@ def _row(work: Work, seconds: float, ones: dict[tuple[str, str], float], speed: 
 
 
 def add_passes(report: Report, rows: Sequence[Row], context: int) -> None:
-    """Add the tables and the plot."""
     read = next(row for row in rows if row["who"] == MEMORY)
     passes = [_shown(row) for row in rows if row["kind"] == "pass"]
     prompts = [_shown(row) for row in rows if row["kind"] == "prompt"]

@@ -1,7 +1,6 @@
-"""Steps on a simulated clock: a planner with sources that are right as often, and take as long, as a world says.
+"""Steps on a simulated clock: a planner with sources whose accuracy and cost a world defines.
 
-Nothing is noisy but what the world makes so, and thousands of texts take seconds. So a planner's losses can be compared
-with their bound, and its choices with the best single source.
+Only the world adds noise, so a planner's losses can be compared with their bound, and its choices with the best source.
 """
 
 from __future__ import annotations
@@ -35,10 +34,8 @@ def never(row: int, place: int) -> bool:
 
 @dataclass
 class World:
-    """What the parts of a step take, in seconds, and what drafts foresee.
-
-    A row is given by its number, and a token by its place in the row's sequence, the prompt of three tokens included.
-    """
+    """Seconds of the parts of a step, and what drafts predict. A row is given by its number, a token by its place in
+    the row, the prompt of three tokens included."""
 
     curve: CostCurve = field(default_factory=lambda: CostCurve((1, 2), (1.0, 1.02), unit=1.0))
     """Costs of passes, which the planner knows; ``unit`` is what it was told of the machine's speed."""
@@ -90,7 +87,7 @@ class World:
         self.now += seconds * self.slowness(self.steps)
 
     def take_pass(self, tokens: Sequence[int], cached: int, beside: int) -> None:
-        """Let the time of a pass pass; ``cached``: tokens that each row looks back on."""
+        """Advance the clock by a pass; each row attends to ``cached`` tokens."""
         curve, looks = self.true_curve or self.curve, [cached] * len(tokens)
         self.take(self.plain * (curve.of([*tokens, beside], [*looks, 0]) if beside else curve.of(tokens, looks)))
         self.steps += 1
@@ -194,18 +191,16 @@ class _Model:
 
 @dataclass(frozen=True)
 class Outline:
-    """A batch of texts to decode.
+    """A batch of requests to decode.
 
     Attributes:
-        rows: that are drafted for.
-        tokens: of each text.
-        cached: tokens that each row looks back on, from the first step to the last.
-        undrafted: rows that decode in all steps without drafts.
+        rows: that are drafted for; ``undrafted`` rows decode beside them in all steps.
+        cached: tokens that each row attends to, in all steps.
         sources: ``t`` for trees, ``d`` for a costly source beside them, ``c`` for chains.
         most: maximum length of a chain.
         weight: first guess of the cost of a chain's token.
         closed: whether the batch ends with its last row.
-        batches: how many such batches are decoded, one after the other.
+        batches: such batches, one after the other.
     """
 
     rows: int = 1
@@ -220,7 +215,7 @@ class Outline:
 
 
 def simulate(world: World, outline: Outline) -> tuple[float, AdaptivePlanner]:
-    """Decode the texts; their seconds, and the planner."""
+    """Decode the requests; return the seconds, and the planner."""
     numbers = [[0], [0], [0]]
     trees = Branches(world, numbers[0]) if "t" in outline.sources else None
     deep = Deep(world, numbers[1]) if "d" in outline.sources else None
@@ -240,7 +235,6 @@ def simulate(world: World, outline: Outline) -> tuple[float, AdaptivePlanner]:
 
 
 def plain_seconds(world: World, outline: Outline) -> float:
-    """Return the seconds of these requests without drafts."""
     rows = outline.rows + outline.undrafted
     cost = (world.true_curve or world.curve).of([1] * rows, [outline.cached] * rows)
     return world.plain * cost * outline.tokens * outline.batches

@@ -1,7 +1,7 @@
 """``python -m benchmarks specbench``: tokens per step and speed-up by category of Spec-Bench's questions.
 
-Every contestant keeps what it learns from prompt to prompt of a category, and begins each category anew. The second
-turn of a question has the same prompt for all: it contains Forerun's own answer to the first.
+Drafters keep what they index from prompt to prompt of a category. A question's second turn follows Forerun's own answer
+to the first, for all contestants.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ TASK_PROMPTS = 4
 class SpecBenchOptions(ListOptions, OutputOptions, SourceOptions, ModelOptions):
     """Spec-Bench on any model: tokens per step and speed-up by category, both turns of every question.
 
-    Contestants take turns in one process: transformers' greedy and prompt lookup, and Forerun's drafters, each with
-    what it learned from the category's earlier questions. ``--every-node`` only counts tokens per step, unpruned.
+    Contestants take turns: transformers' greedy and prompt lookup, and Forerun's drafters, with what they indexed of
+    the category's earlier questions. ``--every-node`` only counts tokens per step, unpruned.
     """
 
     questions: Annotated[
@@ -78,12 +78,7 @@ class SpecBenchOptions(ListOptions, OutputOptions, SourceOptions, ModelOptions):
 
 
 class SpecBench(Bench):
-    """The contestants, over one engine.
-
-    Args:
-        model, tokenizer: the target's.
-        options: see there.
-    """
+    """The contestants, over one engine."""
 
     recipes = RECIPES
 
@@ -103,11 +98,9 @@ class SpecBench(Bench):
         return series
 
     def of_transformers(self) -> Makers:
-        """Return what builds those of transformers, where times are compared and texts are greedy."""
         return {} if self._options.every_node or self._options.temperature else self.baselines()
 
     def contestants(self, job: PromptSet) -> dict[str, Contestant]:
-        """Return the contestants by name; the first is what the others are compared with."""
         options = self._options
         found = self._built(self.of_transformers())
         for name in options.drafter or DRAFTERS:
@@ -132,8 +125,8 @@ class SpecBench(Bench):
 
 
 def read_questions(file: Path, limit: int | None = None) -> Questions:
-    """Return the first ``limit`` questions of each category, in the order of the file: Spec-Bench's ``question.jsonl``
-    (hemingkx/Spec-Bench), lines of ``{category, turns}``. Raise a ValueError for another file or line."""
+    """Return the first ``limit`` questions of each category of Spec-Bench's ``question.jsonl`` (hemingkx/Spec-Bench),
+    lines of ``{category, turns}``; raise ValueError for another file or line."""
     found: dict[str, list[list[str]]] = {}
     for place, row in json_lines(file, "--questions"):
         category, turns = _question(place, row)
@@ -180,8 +173,6 @@ def prompt_set(
 
 
 def run(options: SpecBenchOptions) -> None:
-    """Measure, print the tables, and write JSON, Markdown and plots after each category; exit status 1 if a text
-    differs."""
     plots.check()
     check_drafters(options.drafter or DRAFTERS, options, RECIPES)
     questions = read_questions(options.questions, options.limit) if options.questions else {}
@@ -219,7 +210,6 @@ def run(options: SpecBenchOptions) -> None:
 
 
 def _tasks(options: SpecBenchOptions, encoder: TemplateEncoder, positions: int | None) -> dict[str, PromptSet]:
-    """Return the prompts of ``python -m benchmarks tasks`` by task, if ``--tasks`` is given."""
     if not options.tasks:
         return {}
     jobs, _ = jobs_for(
@@ -229,7 +219,7 @@ def _tasks(options: SpecBenchOptions, encoder: TemplateEncoder, positions: int |
 
 
 def _measured(bench: SpecBench, job: PromptSet, journal: Journal) -> list[Series]:
-    """Return a category's runs: the journal's, or new ones of all of it, since drafters keep what they index."""
+    """Return a category's runs, from the journal or measured as a whole, since drafters keep what they index."""
     key, names = TurnKey.of(job.task, 0, job.prompts, job.max_new_tokens), list(bench.contestants(job))
     turn = journal.find(key, names)
     if turn is None:
@@ -242,7 +232,7 @@ def _measured(bench: SpecBench, job: PromptSet, journal: Journal) -> list[Series
 
 
 def _totals(measured: Mapping[str, list[Series]], groups: Mapping[str, list[str]]) -> dict[str, list[Series]]:
-    """Return the series of each group's categories, joined as those of one task."""
+    """Join the categories of each group, as one task."""
     found = {}
     for name, categories in groups.items():
         parts = [measured[category] for category in categories if category in measured]

@@ -87,7 +87,6 @@ class Tracer:
 
 
 def usual(found: list[set[Any]]) -> set[Any]:
-    """Return what is in at least half of the sets."""
     counts = Counter(each for one in found for each in one)
     return {each for each, count in counts.items() if 2 * count >= len(found)}
 

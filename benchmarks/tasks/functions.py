@@ -31,7 +31,7 @@ def _all(seed: str) -> Iterator[str]:
 
 
 def _fits(node: ast.FunctionDef) -> bool:
-    """Whether a function has an allowed length, and arguments, none of them annotated."""
+    """Return whether a function has an allowed length, and arguments without annotations."""
     given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
     own = [argument for argument in given if argument.arg not in ("self", "cls")]
     hinted = node.returns is not None or any(argument.annotation is not None for argument in given)

@@ -32,7 +32,7 @@ class Passages:
 
     @classmethod
     def read(cls, books: Path | None, seed: str) -> Passages:
-        """Read a folder's ``.txt`` files, or Python's documentation; raise a ValueError if all are short."""
+        """Read a folder's ``.txt`` files, or Python's documentation; raise ValueError if all are short."""
         bodies = list(_books(books)) if books is not None else list(_documentation(seed))
         long = [body for body in bodies if sum(map(len, body)) > 2 * CHARS * LONGEST]
         if not long:
@@ -40,7 +40,7 @@ class Passages:
         return cls(long)
 
     def draw(self, rng: Random, count: Callable[[str], int]) -> str:
-        """Draw a passage that begins with a paragraph and ends with a sentence; ``count`` returns a text's tokens."""
+        """Draw a passage that begins with a paragraph and ends with a sentence; ``count`` counts tokens."""
         low, high = SHORTEST * MARGIN, LONGEST / MARGIN
         while True:
             tokens = low * (high / low) ** rng.random()
@@ -52,7 +52,7 @@ class Passages:
 
 
 def sources(seed: str) -> Iterator[tuple[str, ast.Module]]:
-    """Yield the standard library's files as text and parsed, in an order given by the seed."""
+    """Yield the standard library's files as text and parsed, in a seeded order."""
     paths = stdlib_files()
     Random(seed).shuffle(paths)
     for path in paths:
@@ -74,7 +74,7 @@ def _books(folder: Path) -> Iterator[list[str]]:
 
 
 def _documentation(seed: str) -> Iterator[list[str]]:
-    """Yield docstrings of modules, classes and functions: one list per module with enough of them."""
+    """Yield the docstrings of each module with enough of them."""
     found = 0
     for _, module in sources(seed):
         body = [part for text in _docstrings(module) for part in paragraphs(text)]

@@ -1,7 +1,7 @@
 """Six tasks for models that chat: maths, code, answers from a passage, summaries, edits of code, tables to JSON.
 
-They are typical uses of such models, and differ in how predictable the output is: an edit repeats its prompt, a summary
-rephrases it, maths and code are new text.
+They differ in how predictable the output is: an edit repeats its prompt, a summary rephrases it, maths and code are
+new.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WORD = re.compile(r"[A-Za-z]{6,}")
 
 
 def questions(files: SourceOptions, count: Callable[[str], int]) -> Tasks:
-    """Return the tasks by name, drawn from ``files``; ``count`` returns a text's tokens."""
+    """Return the tasks by name, drawn from ``files``; ``count`` counts tokens."""
     passages = functools.cache(lambda: Passages.read(files.books, SEED))
     return {
         "maths": lambda wanted: [f"Solve step by step: {text}" for text in _asked("--maths", files.maths, wanted)],
@@ -49,7 +49,7 @@ def _rng(task: str, number: int) -> Random:
 
 
 def _asked(option: str, file: Path | None, wanted: int) -> list[str]:
-    """Return ``wanted`` different questions of a file, shuffled in a fixed order."""
+    """Return ``wanted`` different questions of a file, in a seeded order."""
     if file is None:
         raise LackingError(f"needs a file of questions ({option})")
     found = sorted(set(read_questions(option, file)))
@@ -63,7 +63,7 @@ def _asked(option: str, file: Path | None, wanted: int) -> list[str]:
 
 
 def read_questions(option: str, file: Path) -> Sequence[str]:
-    """Return a file's prompts without the template around a question; raise a ValueError for a line without one."""
+    """Return a file's prompts without the template around a question; raise ValueError for a line without one."""
     return [_question(place, row) for place, row in json_lines(file, option)]
 
 
@@ -79,7 +79,7 @@ def _complete(function: str) -> str:
 
 
 def _from_passage(rng: Random, passages: Passages, count: Callable[[str], int]) -> str:
-    """Return a question about a passage; its topic is a word of one of the passage's sentences."""
+    """Ask about a word of a sentence of a passage."""
     passage = passages.draw(rng, count)
     about = _topic(rng.choice(sentences(passage)), passage)
     question = f'What does the passage say about "{about}"? Quote the sentences that you use.'
@@ -87,7 +87,7 @@ def _from_passage(rng: Random, passages: Passages, count: Callable[[str], int]) 
 
 
 def _topic(sentence: str, passage: str) -> str:
-    """Return the word of a sentence, except its first, that is most frequent in the passage; the longest of equals."""
+    """Return the word of a sentence, except its first, that is most frequent in the passage; ties go to the longest."""
     words = _WORD.findall(sentence.partition(" ")[2]) or _WORD.findall(passage)
     return max(words, key=lambda word: (passage.count(word), len(word)), default="this")
 

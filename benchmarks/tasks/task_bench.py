@@ -32,19 +32,14 @@ class WrongSource(Source):
         return [self._draft(row.states[self], row.request, limit.nodes) for row, limit in both]
 
     def _draft(self, absent: int, request: Request, budget: int) -> DraftTree:
-        """A chain of that token, each rated as likely."""
         length = max(0, min(budget, request.max_draft_depth))
         claimed = np.full(length, 0.9).cumprod()
         return DraftTree(np.full(length, absent), np.arange(-1, length - 1), probability=claimed)
 
 
 class TaskBench(Bench):
-    """The contestants of ``forerun bench``, drafts that never hit, other engines, and batches of prompts.
-
-    Args:
-        others: further contestants, by name.
-        options: of ``Bench``.
-    """
+    """The contestants of ``forerun bench``, drafts that are never accepted, ``others`` by name, and batches of
+    prompts."""
 
     recipes = RECIPES
 
@@ -63,15 +58,7 @@ class TaskBench(Bench):
     def run_batches(
         self, prompts: Sequence[Tokens], size: int, max_new_tokens: int, rounds: int, journal: Journal | None = None
     ) -> Iterator[list[Series]]:
-        """Measure prompts in batches: padded by transformers, ragged by Forerun.
-
-        Args:
-            prompts: those after the last whole batch are not measured.
-            size: of the batches.
-            max_new_tokens: of each row.
-            rounds: how often each contestant continues each batch.
-            journal: see ``rounds.measure``.
-        """
+        """Measure prompts in batches: padded by transformers, ragged by Forerun. A last partial batch is left out."""
         contestants = self._built(self._batch_makers())
         return measure(contestants, f"batches of {size}", in_batches(prompts, size), max_new_tokens, rounds, journal)
 

@@ -1,8 +1,6 @@
 """From tasks to jobs: a job has prompts to measure, and other prompts of its task for warm drafters.
 
-A set of tasks maps names to functions that draw prompts. Models with a chat template answer questions
-(``benchmarks.tasks.questions``). Others continue texts (``benchmarks.tasks.continuations``); the bundled models were
-trained on none of these.
+Tasks are functions by name that draw prompts: ``questions`` for chat models, ``continuations`` for others.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ class Counts:
 
 
 def check_names(names: Iterable[str], tasks: Tasks) -> None:
-    """Raise a ValueError with the first unknown task and the known ones."""
+    """Raise ValueError for an unknown task."""
     for name in names:
         if name not in tasks:
             raise ValueError(f"task is {name!r}; known are {', '.join(tasks)}")
@@ -45,11 +43,8 @@ def build_jobs(
     counts: Counts,
     positions: int | None = None,
 ) -> tuple[list[PromptSet], dict[str, str]]:
-    """Return the jobs that can be built, and why the others cannot.
-
-    Raises:
-        ValueError: for an unknown name, or a prompt that is too long for the model's ``positions``.
-    """
+    """Return the jobs that can be built, and why the others cannot; raise ValueError for an unknown name, or a prompt
+    too long for the model's ``positions``."""
     check_names(names, tasks)
     jobs: list[PromptSet] = []
     skipped: dict[str, str] = {}

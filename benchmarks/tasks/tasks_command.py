@@ -1,5 +1,4 @@
-"""``python -m benchmarks tasks``: Forerun's drafters compared with transformers' own ways to generate, and with other
-engines."""
+"""``python -m benchmarks tasks``: Forerun's drafters beside transformers' own ways to generate, and other engines."""
 
 from __future__ import annotations
 
@@ -53,9 +52,9 @@ DRAFTERS = ("none", "auto", "lookup", "trie")
 class TaskOptions(ListOptions, OutputOptions, SourceOptions, ModelOptions):
     """Compare Forerun's drafters with transformers' greedy, prompt lookup and assisted generation, on any model.
 
-    Models with a chat template answer questions (maths, code, rag, summary, edit, table). Others continue texts
-    (copy, json, rag, code, maths, prose). Contestants take turns in one process; medians count. Every drafter runs
-    cold, the trie also warm. Writes JSON, Markdown and plots.
+    Models with a chat template answer questions (maths, code, rag, summary, edit, table). Others continue texts (copy,
+    json, rag, code, maths, prose). Contestants take turns in one process; medians count. Every drafter runs cold, the
+    trie also warm. Writes JSON, Markdown and plots.
     """
 
     drafter: Annotated[
@@ -102,13 +101,7 @@ class TaskOptions(ListOptions, OutputOptions, SourceOptions, ModelOptions):
 
 @dataclass(frozen=True)
 class TaskResult(BenchResult):
-    """What the tasks measured.
-
-    Attributes:
-        batches: rows with a ``batch`` column, if batches were measured.
-        skipped: tasks and contestants that were not measured, and why.
-        notes: remarks that a reader of the figures must know.
-    """
+    """Rows by task and, with a ``batch`` column, of batches; what was not measured, and why; and notes for a reader."""
 
     batches: Sequence[Row] = ()
     skipped: Mapping[str, str] = field(default_factory=dict)
@@ -139,7 +132,6 @@ def batch_table(rows: Sequence[Row]) -> str:
 
 
 def run(options: TaskOptions) -> None:
-    """Measure, print the tables, and write JSON, Markdown and plots; exit status 1 if a text differs."""
     plots.check()
     check_drafters(options.drafter or DRAFTERS, options, RECIPES)
     target, tokenizer = load_target(options)
@@ -178,7 +170,6 @@ def run(options: TaskOptions) -> None:
 
 @contextmanager
 def _peers(options: TaskOptions, subject: PeerSubject) -> Iterator[RunningPeers]:
-    """The other engines, if requested."""
     if not options.peers:
         yield RunningPeers()
         return
@@ -190,7 +181,7 @@ def _peers(options: TaskOptions, subject: PeerSubject) -> Iterator[RunningPeers]
 
 
 def _source(options: TaskOptions) -> Path | None:
-    """The GGUF file that the model came from, if known."""
+    """Return the GGUF file that the model came from, if known."""
     own = Path(options.model).expanduser()
     return options.gguf or (own if own.is_file() else None)
 
@@ -200,11 +191,8 @@ def longest(jobs: Sequence[PromptSet]) -> int:
 
 
 def in_turns(jobs: Sequence[PromptSet], count: int) -> list[Tokens]:
-    """``count`` prompts, from each task in turn, so that batches are ragged.
-
-    Raises:
-        ValueError: if there are fewer.
-    """
+    """Return ``count`` prompts, from each task in turn, so that batches are ragged; raise ValueError if there are
+    fewer."""
     longest = max(len(job.prompts) for job in jobs)
     found = [job.prompts[i] for i in range(longest) for job in jobs if i < len(job.prompts)]
     if len(found) < count:

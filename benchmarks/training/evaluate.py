@@ -1,7 +1,6 @@
-"""Measures the bundled models on held-out texts and tasks: `python -m benchmarks evaluate-bundled --json`.
+"""``python -m benchmarks evaluate-bundled``: the bundled models on held-out texts and tasks, greedy, float32.
 
-Plain torch and transformers, greedy, float32. An answer counts as exact if the generated text up to the end-of-text
-token equals the expected one, character for character. Tasks are seeded, so figures repeat.
+An answer is exact if it equals the expected one, up to and with the end-of-text token. Tasks are seeded.
 """
 
 from __future__ import annotations
@@ -51,21 +50,19 @@ class Evaluator:
         return [int(token) for token in made[0, ids.shape[1] :]]
 
     def exact(self, task: Task) -> bool:
-        """Say whether the model gives exactly the task's answer, and stops there."""
         expected = [*self.data.encode(task.answer), self.data.eos]
         return self.answer(task.prompt, len(expected)) == expected
 
     def share_exact(self, draw: Callable[[Random, Material], Task]) -> float:
-        """Return the share of `examples` seeded tasks that are answered exactly."""
         drawn = [draw(Random(f"{SEED}/{i}"), self.data.material) for i in range(self.examples)]
         return sum(map(self.exact, drawn)) / len(drawn)
 
     @torch.inference_mode()
     def needles(self, size: int) -> float:
-        """Return the share of facts that are recalled exactly from texts of about `size` tokens.
+        """Return the share of facts that are recalled exactly from texts of about ``size`` tokens.
 
-        Greedy decoding recalls a fact exactly if and only if it predicts each of its tokens from those before. One long
-        text hides all facts, so that it is read only once.
+        Greedy decoding recalls a fact exactly if it predicts each of its tokens. One text hides all facts and is read
+        once.
         """
         sample = " ".join(tasks.filler(Random(SEED), self.data.material, 100_000))
         chars = int(size * len(sample) / len(self.data.encode(sample)))
@@ -86,23 +83,23 @@ class Evaluator:
         return bool((logits[len(prompt) - 1 :].argmax(-1) == torch.tensor(answer)).all())
 
     def _logits(self, tokens: list[int], cache: DynamicCache) -> torch.Tensor:
-        """Return the logits after each of the tokens, which follow those in the cache, and add them to the cache."""
+        """Return the logits after each of the tokens, and add these to the cache."""
         logits: torch.Tensor = self.model(torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits
         return logits[0]
 
     @torch.inference_mode()
     def predictions(self, tokens: list[int]) -> torch.Tensor:
-        """Return the logits for every token but the first: [len(tokens) - 1, vocabulary]."""
+        """Return the logits for every token but the first, ``[n - 1, V]``."""
         logits: torch.Tensor = self.model(torch.tensor([tokens]), use_cache=False).logits
         return logits[0, :-1].float()
 
     def loss(self, kind: str) -> float:
-        """Return the mean loss in nats per token on rows of the named kind."""
+        """Return the mean loss in nats per token on rows of a kind."""
         rows = [corpus.row(self.data, kind, WINDOW, Random(f"{SEED}/{i}")).tokens for i in range(self.examples)]
         return sum(float(cross_entropy(self.predictions(row), torch.tensor(row[1:]))) for row in rows) / len(rows)
 
     def copying(self) -> float:
-        """Return the share of correctly predicted tokens in repeated spans, from the third token of a span on."""
+        """Return the share of correct tokens in repeated spans, from a span's third token on."""
         right = total = 0
         for i in range(self.examples):
             row = corpus.spans(self.data, WINDOW, Random(f"{SEED}/{i}"), TEXT_SPANS)
@@ -114,7 +111,6 @@ class Evaluator:
 
 
 def evaluate_one(model: PreTrainedModel, data: Corpus, examples: int, sizes: list[int]) -> dict[str, float]:
-    """Return all figures of one model; needle sizes are in tokens."""
     it = Evaluator(model, data, examples)
     figures = {f"loss {kind}": it.loss(kind) for kind in ("prose", "code", "maths") if getattr(data.material, kind)}
     figures["copy accuracy"] = it.copying()
@@ -126,7 +122,7 @@ def evaluate_one(model: PreTrainedModel, data: Corpus, examples: int, sizes: lis
 
 
 def agreement(target: Evaluator, draft: Evaluator, new_tokens: int = 128) -> dict[str, float]:
-    """Return, for each kind, the share of the target's greedy tokens that the draft would also choose."""
+    """Return by kind the share of the target's greedy tokens that the draft would also choose."""
     shares = {}
     for kind in tasks.KINDS:
         if kind in ("prose", "code", "maths") and not getattr(target.data.material, kind):

@@ -1,7 +1,7 @@
 """``python -m benchmarks evaluate-head``: a trained head beside the trie, alone and in ``auto``, on held-out prompts.
 
-Tokens per step, and speed over plain decoding, greedy and sampled. Contestants take turns prompt by prompt, each
-round in a namespace of its own, so that no trie has seen an answer. Every text must equal the plain one.
+Tokens per step, and speed over plain decoding. Contestants take turns prompt by prompt, each round in a new namespace,
+so that no trie has seen an answer. Every output must equal the plain one.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class EvaluateHeadOptions(ListOptions, OutputOptions):
 
 
 def with_all_logits(head: Head) -> Head:
-    """The head, without shortlists once it is bound."""
+    """Return the head, which drops its shortlists when it is bound."""
     bind = head.bind
 
     def bound(target: Scorer) -> None:
@@ -77,7 +77,7 @@ def with_all_logits(head: Head) -> Head:
 
 
 def contestant(engine: Engine, prompts: int, temperature: float) -> Contestant:
-    """Return an engine that answers the prompts in order, in another namespace each time through."""
+    """Return an engine that answers the prompts in order, in a new namespace each round."""
     answered = -1  # the first answer is the warm-up
 
     def run(rows: Rows, max_new_tokens: int) -> Run:
@@ -107,7 +107,7 @@ def row_of(one: Series, plain: Series) -> Row:
 
 
 def engines(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, head: str) -> Mapping[str, Engine]:
-    """Engines by what they draft with; those that draft over all logits only where shortlists are shorter."""
+    """Return engines by drafter; those over all logits only where shortlists are shorter."""
 
     def made(drafter: str, own: Head | None = None) -> Engine:
         settings = LongContextConfig(draft_model=own)
@@ -125,7 +125,7 @@ def engines(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, head: s
 
 
 def of_all_nodes(name: str, head: str) -> Callable[[Setup], Level]:
-    """A level that scores all that the trie, the head or both propose, whatever that costs."""
+    """Return a maker of a level that scores all proposals of the trie, the head or both."""
 
     def made(setup: Setup) -> Level:
         trie = None if name == "head" else setup.trie()
@@ -136,7 +136,6 @@ def of_all_nodes(name: str, head: str) -> Callable[[Setup], Level]:
 
 
 def measure(options: EvaluateHeadOptions, prompts: Sequence[Tokens], made: Mapping[str, Engine]) -> Iterator[Row]:
-    """Yield rows by temperature and drafter."""
     with progress_bar(stderr(), "temperatures") as show:
         for number, temperature in enumerate(options.heats):
             found = {name: contestant(engine, len(prompts), temperature) for name, engine in made.items()}
@@ -148,7 +147,7 @@ def measure(options: EvaluateHeadOptions, prompts: Sequence[Tokens], made: Mappi
 
 
 def encoded(options: EvaluateHeadOptions, tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
-    """Return the prompts as tokens, each after as many of the others' as ``--context`` says."""
+    """Return the prompts as tokens, each after ``--context`` tokens of the others."""
     texts = [row["prompt"] for _, row in json_lines(options.texts, "--texts")]
     own = list(map(TemplateEncoder(tokenizer), texts))
     if not options.context:

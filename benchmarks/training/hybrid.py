@@ -1,8 +1,8 @@
-"""A hybrid out of the bundled target: short convolutions take the place of its inner layers' attention.
+"""A hybrid out of the bundled target: short convolutions replace its inner layers' attention.
 
-What both have is taken over: embeddings, feed-forward layers, norms, and the attention of the first and the last layer.
-LFM2 normalises queries and keys, which the target does not. So its norms begin with the target's mean sizes. What is
-missing is learned from the target's distributions (as in Wang et al., 2024, arXiv 2408.15237).
+Embeddings, feed-forward layers, norms, and the attention of the first and last layer are taken over. LFM2 normalises
+queries and keys, so its norms begin with the target's mean sizes. The rest is learned from the target's distributions
+(as in Wang et al., 2024, arXiv 2408.15237).
 """
 
 from __future__ import annotations
@@ -25,12 +25,8 @@ RENAMED = {
 
 
 def hybrid_of(target: PreTrainedModel, tokens: torch.Tensor) -> PreTrainedModel:
-    """A hybrid of the same size that begins with what it can take over.
-
-    Args:
-        target: a Llama with as many KV heads as heads.
-        tokens: of some text, ``[rows, n]``; queries and keys are measured on them.
-    """
+    """Return a hybrid of the target's size, a Llama's with as many KV heads as heads. Queries and keys are measured on
+    ``tokens``, ``[rows, n]``."""
     own = target.config
     config = Lfm2Config(
         vocab_size=own.vocab_size,
@@ -62,14 +58,13 @@ def hybrid_of(target: PreTrainedModel, tokens: torch.Tensor) -> PreTrainedModel:
 
 
 def renamed(name: str) -> str:
-    """Return LFM2's name of one of Llama's parameters."""
     for llama, lfm2 in RENAMED.items():
         name = name.replace(f"{llama}.", f"{lfm2}.")
     return name
 
 
 def _sizes(target: PreTrainedModel, tokens: torch.Tensor) -> dict[str, float]:
-    """The mean root mean square of a head's queries, and of its keys, by the names of their matrices."""
+    """Return the mean root mean square of a head's queries, and of its keys, by their matrices' names."""
     found: dict[str, float] = {}
 
     def measure(name: str, module: object, inputs: object, output: torch.Tensor) -> None:

@@ -1,12 +1,8 @@
-"""Learn what evidence is worth before any is seen, for the index to start from: writes src/forerun/trie/prior.npy.
+"""``python -m benchmarks learn-evidence``: what evidence is worth to a new index; writes src/forerun/trie/prior.npy.
 
-    python -m benchmarks learn-evidence --books DIR --maths FILE --answers FILE --tokenizer T --tokenizer U
-
-Sessions of one to thirty requests of one kind each: continued prose and code, solutions of word problems by people and
-models, the bundled models' tasks, passages to be predicted again with changes, and strings to be copied; some
-requests come
-again. Every session starts with an empty index; what evidence was worth is kept. The file holds no text: a few thousand
-rates and weights.
+Sessions have one to thirty requests of one kind: continued prose and code, solutions of word problems, the bundled
+models' tasks, passages repeated with changes, and random strings; some requests come again. Every session starts with
+an empty index; what evidence was worth is kept, as a few thousand rates and weights.
 """
 
 from __future__ import annotations
@@ -40,7 +36,7 @@ Kind = Callable[[Random], Iterator[Request]]
 
 
 def continued(texts: tuple[str, ...]) -> Kind:
-    """Requests to go on with passages of one text after another."""
+    """Return requests to continue passages of one text after another."""
 
     def requests(rng: Random) -> Iterator[Request]:
         while True:
@@ -53,7 +49,7 @@ def continued(texts: tuple[str, ...]) -> Kind:
 
 
 def edited(texts: tuple[str, ...]) -> Kind:
-    """Passages to be predicted again with a few words replaced, left out or put in."""
+    """Return requests to repeat passages with a few words replaced, left out or put in."""
 
     def requests(rng: Random) -> Iterator[Request]:
         while True:
@@ -66,7 +62,7 @@ def edited(texts: tuple[str, ...]) -> Kind:
 
 
 def edit(rng: Random, text: str, changes: int) -> str:
-    """The text with so many words replaced by others of it, left out or put in."""
+    """Replace, leave out or put in some words."""
     words = text.split(" ")
     for _ in range(changes):
         at = rng.randrange(len(words))
@@ -76,7 +72,7 @@ def edit(rng: Random, text: str, changes: int) -> str:
 
 
 def scrambled(rng: Random) -> Iterator[Request]:
-    """Parts to be predicted again of a string that only its own earlier text foretells, of few characters or many."""
+    """Yield requests to repeat a part of a random string of few or many characters."""
     while True:
         characters = rng.sample(string.ascii_letters + string.digits, rng.choice((2, 3, 4, 8, 20, 60)))
         text = " ".join(rng.choices(characters, k=rng.randrange(60, 500)))
@@ -85,7 +81,7 @@ def scrambled(rng: Random) -> Iterator[Request]:
 
 
 def asked_again(kind: Kind) -> Kind:
-    """Requests of a kind of which some come again later, and are answered alike but for a word or two."""
+    """Return a kind's requests, of which some come again with almost the same answer."""
 
     def requests(rng: Random) -> Iterator[Request]:
         seen: list[Request] = []
@@ -100,7 +96,7 @@ def asked_again(kind: Kind) -> Kind:
 
 
 def recorded(pairs: list[Request]) -> Kind:
-    """Recorded answers, in their order from somewhere on."""
+    """Return recorded answers, in order from a random place on."""
 
     def requests(rng: Random) -> Iterator[Request]:
         start = rng.randrange(len(pairs))
@@ -112,7 +108,7 @@ def recorded(pairs: list[Request]) -> Kind:
 
 
 def tasked(kind: str, texts: tasks.Material) -> Kind:
-    """Tasks of the bundled models, answered right."""
+    """Return tasks of the bundled models, answered correctly."""
 
     def requests(rng: Random) -> Iterator[Request]:
         while True:
@@ -123,7 +119,6 @@ def tasked(kind: str, texts: tasks.Material) -> Kind:
 
 
 def kinds(books: Path, maths: Path, answers: Path, without: str) -> list[Kind]:
-    """Everything that sessions are made of."""
     texts = material.read(books, maths)
     rows = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
     authors: dict[str, list[Request]] = {}
@@ -138,7 +133,7 @@ def kinds(books: Path, maths: Path, answers: Path, without: str) -> list[Kind]:
 
 
 def learn(made_of: list[Kind], tokenizers: list[Tokenizer], sessions: int, most: float) -> logistic_mixer.Mixer:
-    """What was learned after so many sessions; rates are as if nothing had been seen more than ``most`` times."""
+    """Train on ``sessions`` sessions; no evidence counts as seen more than ``most`` times."""
     mixer = untrained()
     for session in range(sessions):
         rng = Random(session)

@@ -1,8 +1,7 @@
 """The recipe as data: the shapes of the two models, the stages of their training and the optimizer's settings.
 
-A schedule runs in progress from 0 to 1, the share of the requested steps or minutes, so one recipe serves runs of any
-size. Text comes first; then a short stage of repeated spans, in which copying appears; then the mix, still with spans;
-at last longer rows.
+A schedule runs in progress from 0 to 1, the share of the requested steps or minutes. Text comes first; then a short
+stage of repeated spans, in which copying appears; then the mix; at last longer rows.
 """
 
 from __future__ import annotations
@@ -51,11 +50,8 @@ class TrainingShape:
 
 @dataclass(frozen=True)
 class Stage:
-    """Training up to progress `until`: `rows` rows of `length` tokens, whose kinds are drawn by `mix`.
-
-    A share `gaps` of the rows has gaps in its positions (`corpus.gapped_positions`). Distant keys count up to `crowd`
-    times (`crowding.py`); 1 turns that off.
-    """
+    """Training up to progress ``until``: ``rows`` rows of ``length`` tokens, whose kinds are drawn by ``mix``. A share
+    ``gaps`` has gaps in its positions. Distant keys count up to ``crowd`` times (``crowding.py``); 1 turns that off."""
 
     name: str
     until: float

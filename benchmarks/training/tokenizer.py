@@ -1,8 +1,5 @@
-"""The tokenizer of both models: byte-level BPE, 4,096 tokens, one token per digit.
-
-Byte-level means lossless: decoding gives back any text exactly. Training is not random: the same texts in the same
-order give the same tokenizer.
-"""
+"""The tokenizer of both models: byte-level BPE, so decoding is lossless; 4,096 tokens, one token per digit. Training is
+deterministic."""
 
 from __future__ import annotations
 
@@ -31,7 +28,6 @@ def sample(material: Material, seed: int = 0, synthetic: int = 3000) -> Iterator
 
 
 def train(texts: Iterator[str], vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
-    """Learn a byte-level BPE of `vocabulary` tokens from `texts`."""
     tokenizer = Tokenizer(models.BPE())
     split = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
@@ -47,7 +43,6 @@ def train(texts: Iterator[str], vocabulary: int = VOCABULARY) -> PreTrainedToken
 
 
 def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """Wrap a `tokenizers.Tokenizer` for transformers."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=EOS,
@@ -59,5 +54,4 @@ def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def load(folder: Path) -> PreTrainedTokenizerFast:
-    """Load the tokenizer that `save_pretrained(folder)` wrote."""
     return wrap(Tokenizer.from_file(str(folder / "tokenizer.json")))

@@ -1,8 +1,7 @@
-"""Train a head for a model: ``python -m benchmarks train-head --model M --out FOLDER``.
+"""``python -m benchmarks train-head``: train a head for a model, from texts that it wrote.
 
-It learns the target's distributions at the tokens of answers that the model wrote, and of prompts too if none are given
-(``trainable_heads.py``). The same command resumes a run that was interrupted. Hidden states are computed once per
-sequence and kept in memory.
+The head learns the target's distributions at the tokens of answers (``trainable_heads.py``). The same command resumes
+an interrupted run. Hidden states are computed once per sequence and kept in memory.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ from forerun.models.forward.scorer import Scorer
 from forerun.models.loading.load import load
 
 MUON_RATE = 0.02
-"""Learning rate at first of the layer's matrices, without a unit: Muon's steps are orthogonal matrices. SmolLM2's loss
-after 60 steps was 15.6 at half of it, 14.2 here with three times AdamW's rate, and 14.7 with AdamW alone."""
+"""First learning rate of the layer's matrices, without a unit, as Muon's steps are orthogonal. SmolLM2's loss after 60
+steps was 15.6 at half of it, 14.2 here with three times AdamW's rate, and 14.7 with AdamW alone."""
 
 
 class Matrix(enum.StrEnum):
@@ -83,12 +82,7 @@ class Example:
 
 
 class HeadTraining(Training):
-    """The training of a head.
-
-    Args:
-        target: makes the passes of the model, which does not change.
-        model: the head.
-    """
+    """The training of a head, ``model``, for a target that does not change."""
 
     largest_norm = 0.5
 
@@ -116,7 +110,7 @@ class HeadTraining(Training):
         return loss, sum(len(example.tokens) for example in chosen)
 
     def _batch(self, examples: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """States, embeddings, last states and the mask, padded on the right."""
+        """Return states, embeddings, last states and the mask, padded on the right."""
         for example in examples:
             if example.states is None:
                 self._look(example)
@@ -161,7 +155,7 @@ def run(options: HeadOptions) -> None:
 
 
 def answered(options: HeadOptions, engine: Engine, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
-    """All rows with answers; prompts and answers that are missing are written now, and kept beside the head."""
+    """Return rows with answers; write missing prompts and answers beside the head."""
     rows = read_rows(options.texts) if options.texts else []
     prompts = [row["prompt"] for row in rows if "answer" not in row]
     if prompts or not options.texts:
@@ -177,7 +171,7 @@ def answered(options: HeadOptions, engine: Engine, tokenizer: PreTrainedTokenize
 
 
 def encoded(row: dict[str, str], tokenizer: PreTrainedTokenizerBase, options: HeadOptions) -> Example | None:
-    """A row as tokens; None for one that is too short to learn from."""
+    """Encode a row; return None for one too short to learn from."""
     before = TemplateEncoder(tokenizer)(row["prompt"])
     tokens = [*before, *tokenizer(row["answer"], add_special_tokens=False)["input_ids"]][: options.length]
     enough = len(tokens) > len(before) + options.ahead and len(tokens) > 2 * options.ahead
@@ -185,7 +179,7 @@ def encoded(row: dict[str, str], tokenizer: PreTrainedTokenizerBase, options: He
 
 
 def frequent(examples: Sequence[Example], count: int, vocabulary: int) -> torch.Tensor:
-    """The most frequent tokens of answers, then those of the lowest ids; ascending, int64."""
+    """Return the most frequent tokens of answers, then those of the lowest ids; ascending, int64."""
     seen = Counter(token for example in examples for token in example.tokens[example.answer :])
     order = [token for token, _ in seen.most_common(count)]
     rest = (token for token in range(vocabulary) if token not in seen)
@@ -200,7 +194,7 @@ def make(options: HeadOptions, target: PreTrainedModel, known: torch.Tensor) -> 
 
 
 def estimate(training: HeadTraining) -> None:
-    """Say how far the time will go, by the time of two steps that are then undone."""
+    """Print how far the time will go, by two steps that are then undone."""
     began = training.done
     for _ in range(2):
         training.advance()

@@ -38,12 +38,8 @@ class Kind(enum.StrEnum):
 
 
 class TrainableLayer(nn.Module):
-    """A decoder layer, named as in Llama.
-
-    Args:
-        wide: size of the attention's input.
-        normed: whether queries and keys have norms, named as in LFM2.
-    """
+    """A decoder layer, named as in Llama. ``wide`` is the size of the attention's input; ``normed`` queries and keys
+    have norms, named as in LFM2."""
 
     def __init__(self, config: LlamaConfig, wide: int, normed: bool = False) -> None:
         super().__init__()
@@ -78,7 +74,6 @@ class TrainableLayer(nn.Module):
         return left
 
     def _projected(self, part: str, x: torch.Tensor) -> torch.Tensor:
-        """Return queries, keys or values, ``[B, n, H, d]``."""
         own: torch.Tensor = self.self_attn[f"{part}_proj"](x).unflatten(-1, (-1, self.dim))
         norm = f"{part}_layernorm"
         return self.self_attn[norm](own) if norm in self.self_attn else own
@@ -88,12 +83,11 @@ class TrainableHead(nn.Module):
     """What both kinds share. Parameters have their names in files.
 
     Args:
-        target: gives the sizes, and the output matrix at first.
+        target: gives the sizes, and the output matrix at first, which stays if ``frozen``.
         known: the target's ids of the tokens to train on, ascending.
         layers: of the target that are read, as ``Scorer.score_rows`` numbers them.
-        frozen: whether the output matrix stays the target's.
         eps: of the norms.
-        more: configuration entries beyond the target's, or in place of them, among them those of rotary positions.
+        more: configuration entries beyond the target's, or in place of them.
     """
 
     feeds_normed: bool
@@ -158,8 +152,7 @@ class TrainableHead(nn.Module):
         """Return the weighted loss of all steps, and how often each step's best token is the target's.
 
         Args:
-            states: the target's, ``[B, n, layers * hidden]``.
-            embeddings: of the tokens, ``[B, n, hidden]``.
+            states, embeddings: the target's, ``[B, n, layers * hidden]``, and of the tokens, ``[B, n, hidden]``.
             last: the states that the target's output matrix multiplies, ``[B, n, hidden]``.
             mask: 1 where the next token is of an answer, ``[B, n]``.
             head: the target's rows of the known tokens, ``[D, hidden]``.
@@ -180,21 +173,16 @@ class TrainableHead(nn.Module):
         return total, right
 
     def learned(self) -> dict[str, torch.Tensor]:
-        """Return what was learned, by name."""
         named = ((name, weight) for name, weight in self.named_parameters() if weight.requires_grad)
         return {name: weight.detach().cpu().contiguous() for name, weight in named}
 
     def export(self, target: PreTrainedModel, out: Path) -> None:
-        """Write the head so that it can be loaded; ``target`` is what it was trained for."""
         raise NotImplementedError
 
 
 class TrainableEagle3(TrainableHead):
-    """An EAGLE-3 head, written in its authors' format; vLLM and SGLang load it, too.
-
-    Args:
-        eagle31: whether each state has a norm, and normalised output is fed back.
-    """
+    """An EAGLE-3 head, written in its authors' format; vLLM and SGLang load it, too. ``eagle31``: each state has a
+    norm, and normalised output is fed back."""
 
     def __init__(
         self, target: PreTrainedModel, known: torch.Tensor, frozen: bool = False, eagle31: bool = False
@@ -239,11 +227,8 @@ class TrainableEagle3(TrainableHead):
 
 
 class TrainableMtp(TrainableHead):
-    """An MTP layer for a Llama or an LFM2, written into a copy of the target's folder, named as Qwen's.
-
-    Raises:
-        ValueError: for a target of another architecture, or that is not a folder.
-    """
+    """An MTP layer for a Llama or an LFM2, written into a copy of the target's folder, named as Qwen's; raises
+    ValueError for another target."""
 
     feeds_normed = True
 
@@ -289,7 +274,7 @@ class TrainableMtp(TrainableHead):
 
 
 def start(layer: nn.Module) -> None:
-    """Initialise a layer's matrices, with the same ones each time."""
+    """Initialise a layer's matrices, equally each time."""
     torch.manual_seed(0)
     for weight in layer.parameters():
         if weight.dim() == 2:

@@ -35,7 +35,6 @@ from forerun.trie.tables import CHANCE_CLASSES, LISTED
 
 
 def untrained() -> Mixer:
-    """A mixer that expects what relative frequencies suggest."""
     mixer, chance = logistic_mixer.blank(), _initial_chances()
     mixer.cells.odds[:], mixer.cells.chance[:] = np.log(chance / (1 - chance)), chance
     mixer.weights[:] = _initial_weights()
@@ -43,7 +42,7 @@ def untrained() -> Mixer:
 
 
 def _initial_chances() -> FloatArray:
-    """The chance of each kind of evidence before any was seen, float64 ``[CELLS + 1]``."""
+    """Return the initial chance of each kind of evidence, float64 ``[CELLS + 1]``."""
     counts = np.array([0, 1, 2, 3, 4.5, 8, 20, 60, 0])[:, None]
     totals = np.maximum(np.array([0.5, 1, 2, 3, 4, 5.5, 8, 15, 40, 150]), np.maximum(counts, 1))
     chance = np.full(CELLS + 1, 0.01)
