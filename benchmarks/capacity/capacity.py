@@ -20,8 +20,7 @@ from forerun.bench.machine import Row, plain_values
 from forerun.cli.options import Out, OutputOptions, option
 
 _DEVICE = "Devices"
-MODELS = ("llama-2-7b", "llama-2-13b", "llama-3-70b")
-"""The default shapes."""
+MODELS = ("llama-2-7b", "llama-2-13b", "llama-3-70b")  # the default shapes
 COLUMNS = {
     "model": "model", "context": "context", "weights": "weights, GB", "kv_kilobytes": "KV of a token, kB",
     "kv": "KV of all rows, GB", "read": "a pass reads, GB", "devices": "devices", "fits": "fits",

@@ -16,10 +16,8 @@ from benchmarks.capacity.shapes import ModelShape
 GIB = 1024**3
 LAYER_SECONDS = 10 * 2e-6
 """Ten kernels, and 2 us between the last read of one and the first of the next, with CUDA graphs; assumed."""
-REDUCTION_SECONDS = 10e-6
-"""An all-reduce of nothing between devices of one host; assumed."""
-RESERVE = 2.0 * GIB
-"""Bytes of each device for its runtime, activations and what a pass writes between."""
+REDUCTION_SECONDS = 10e-6  # an all-reduce of nothing between devices of one host; assumed
+RESERVE = 2.0 * GIB  # bytes of each device for its runtime, activations and what a pass writes between
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,7 @@ class Device:
     reduction_seconds: float = REDUCTION_SECONDS
 
 
-PCIE4, PCIE5 = 31.5e9, 63e9
-"""Bytes a second in one direction over 16 lanes."""
+PCIE4, PCIE5 = 31.5e9, 63e9  # bytes a second in one direction over 16 lanes
 DEVICES = {
     "a100-80gb": Device(80 * GIB, 2.039e12, 300e9, PCIE4),
     "h100": Device(80 * GIB, 3.35e12, 450e9, PCIE5),

@@ -19,16 +19,13 @@ from benchmarks.reporting.study_report import Report, listing
 from forerun.bench.machine import Row
 from forerun.kernels.gpu.pass_tables import splits_of
 
-CARDS = ("h100", "h200", "a100-80gb", "rtx-4090")
-"""Of ``capacity.DEVICES``."""
+CARDS = ("h100", "h200", "a100-80gb", "rtx-4090")  # of capacity.DEVICES
 BANDWIDTH_SHARE = 4.06 / 4.8
 """What a sum reads of a data sheet's bandwidth (H200). The other cards are assumed to do as well."""
-HOST_LINK_SHARE = 55 / 63
-"""What a pinned copy gets of a host link, assumed: 55 GB/s over PCIe 5.0 with 16 lanes."""
+HOST_LINK_SHARE = 55 / 63  # what a pinned copy gets of a host link, assumed: 55 GB/s over PCIe 5.0 with 16 lanes
 LAUNCH_MICROSECONDS = 1.5
 """Of a kernel's cost, what passes before any of its programs runs; nothing can be prefetched then. Assumed."""
-PREFETCHING_CARDS = ("h100", "h200")
-"""Cards that have ``cp.async.bulk.prefetch.L2``."""
+PREFETCHING_CARDS = ("h100", "h200")  # cards that have cp.async.bulk.prefetch.L2
 
 
 class Code(NamedTuple):
@@ -98,19 +95,16 @@ MEASURED = {
 }  # fmt: skip
 """Milliseconds on an H200 before the changes, by shape and context. SmolLM2's is of short requests (350 tokens a
 second)."""
-BUDGET = 4096
-"""Tokens of the retrieval cache."""
+BUDGET = 4096  # tokens of the retrieval cache
 SMALL_ACCEPTANCE, SMALL_DRAFTS, SMALL_TOKENS = 0.45, 2, 260
 """The small level: its acceptance rate, drafts a middle pass, and the tokens that it sees."""
 MOST_DRAFTS = 32
 MEASURED_TRIFORCE = {"chain": 1.40, "small level": 1.39}
 """Speed-ups at an acceptance of 0.9 that the H200 measured before the changes, over 256 tokens."""
-ACCEPTANCES = (0.9, 0.923)
-"""The second is that of the paper at temperature 0 (table 2)."""
+ACCEPTANCES = (0.9, 0.923)  # the second is that of the paper at temperature 0 (table 2)
 
 
-Seconds = Callable[[int], float]
-"""Seconds of a pass by its tokens."""
+Seconds = Callable[[int], float]  # seconds of a pass by its tokens
 
 
 def expected_tokens(acceptance: float, drafts: int) -> float:

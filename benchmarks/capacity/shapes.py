@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-POSITIONS = 1 << 20
-"""Of random models."""
+POSITIONS = 1 << 20  # of random models
 SHAPES = {
     "llama-2-7b": (32, 4096, 11008, 32, 32, 32000),
     "llama-2-13b": (40, 5120, 13824, 40, 40, 32000),

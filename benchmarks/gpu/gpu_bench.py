@@ -20,8 +20,7 @@ from forerun.core.tree import DraftTree
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.scorer import Scorer
 
-READ_BYTES = 1 << 31
-"""Bytes that are read to measure a GPU's bandwidth."""
+READ_BYTES = 1 << 31  # bytes that are read to measure a GPU's bandwidth
 SMOLLM2 = replace(ModelShape.parse("smollm2-135m"), tied=False)
 
 

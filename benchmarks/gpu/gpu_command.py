@@ -27,8 +27,7 @@ PART_SECONDS = {
     "machine": 15, "bits": 40, "kernels": 60, "choices": 40, "auto": 40, "triforce": 90, "offload": 60,
 }  # fmt: skip
 """The parts in their order, and after how long each is ended. A new machine compiles the kernels in ``bits``."""
-DRY_RUN_SECONDS = 600
-"""The limit of each part in Triton's interpreter."""
+DRY_RUN_SECONDS = 600  # the limit of each part in Triton's interpreter
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from benchmarks.gpu.gpu_bench import GpuBench, block_of
 from forerun.bench.machine import Row
 from forerun.models.forward.gpu_scorer import GpuScorer
 
-TRIVIAL_KERNELS = 300
-"""Kernels of a graph that do nothing: what is measured is the time from one to the next."""
+TRIVIAL_KERNELS = 300  # kernels of a graph that do nothing: what is measured is the time from one to the next
 REGISTER_THREADS = 8
 
 
@@ -119,11 +118,9 @@ def _decoded(bench: GpuBench, name: str, context: int, seconds: float) -> Row:
     }  # fmt: skip
 
 
-PROGRAMS = (2, 4, 8)
-"""Programs of a scan for each processor: 264, 528 and 1,056 on an H100."""
+PROGRAMS = (2, 4, 8)  # programs of a scan for each processor: 264, 528 and 1,056 on an H100
 ATTENDED_PASSES = (1, 8, 16)
-REPEATS = 8
-"""Calls in one graph, so that the host's part of each is not measured."""
+REPEATS = 8  # calls in one graph, so that the host's part of each is not measured
 
 
 @torch.inference_mode()

@@ -23,11 +23,9 @@ from forerun.models.forward.gate import admit
 from forerun.models.forward.gpu_scorer import GpuScorer
 from forerun.models.forward.runtime import default_runtime, without_folder
 
-TEXTS = 2
-"""Texts of a new engine: the promise holds from the first one on."""
+TEXTS = 2  # texts of a new engine: the promise holds from the first one on
 PROMPT_TOKENS = 12
-ENGINES = 2
-"""Engines of each kind: most of a part's time is their load."""
+ENGINES = 2  # engines of each kind: most of a part's time is their load
 OFFLOADED_RATE = 0.9
 SMALL_ACCEPTANCE = 0.45
 DRAFTERS = ("retrieval", "triforce", "triforce-trie")

@@ -28,10 +28,8 @@ from forerun.kv.full_cache import FullCache
 from forerun.kv.offloaded import CopyEngine
 from forerun.models.forward.prefill import read_prompt
 
-PLAIN = "none"
-"""The baseline: plain decoding."""
-SILENCE = 10.0
-"""Seconds between progress lines of a prefill."""
+PLAIN = "none"  # the baseline: plain decoding
+SILENCE = 10.0  # seconds between progress lines of a prefill
 
 Tokens = list[int]
 RequestMaker = Callable[[Engine, Tokens, str], Request]

@@ -28,10 +28,8 @@ from forerun.kv.full_cache import FullCache
 from forerun.models.forward.prefill import read_prompt
 from forerun.models.forward.scorer import Scorer
 
-TOKENS_A_FACT = 100
-"""The least tokens of text per hidden fact."""
-FACT_TOKENS = 30
-"""Approximate tokens of a fact and its question."""
+TOKENS_A_FACT = 100  # the least tokens of text per hidden fact
+FACT_TOKENS = 30  # approximate tokens of a fact and its question
 
 
 @dataclass(frozen=True)

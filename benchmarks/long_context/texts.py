@@ -12,12 +12,9 @@ from benchmarks.training.tasks import Material
 
 Encode = Callable[[str], list[int]]
 SEED = "long"
-CHARS = 8
-"""The most characters per token, on average."""
-SAMPLE = 50_000
-"""Characters of a sample from which characters per token are estimated."""
-SUFFIXES = (".txt", ".md")
-"""Endings of the files that are taken from a folder."""
+CHARS = 8  # the most characters per token, on average
+SAMPLE = 50_000  # characters of a sample from which characters per token are estimated
+SUFFIXES = (".txt", ".md")  # endings of the files that are taken from a folder
 
 
 @dataclass(frozen=True)

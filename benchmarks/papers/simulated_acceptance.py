@@ -21,8 +21,7 @@ from forerun.engine.engine import Engine
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.scorer import Scorer
 
-READ = 4096
-"""Tokens whose keys and values are made at once."""
+READ = 4096  # tokens whose keys and values are made at once
 
 
 @torch.inference_mode()

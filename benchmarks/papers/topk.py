@@ -17,8 +17,7 @@ from forerun.kv.cache import KVShape
 from forerun.kv.full_cache import FullCache
 from forerun.kv.view import View
 
-SPECULATIVE_TOKENS = 64
-"""Tokens on trial that ``TopKCache.needs`` counts."""
+SPECULATIVE_TOKENS = 64  # tokens on trial that TopKCache.needs counts
 
 
 def target_cache(settings: LongContextConfig) -> CacheFactory:

@@ -18,8 +18,7 @@ from typing import Any, Protocol, TextIO
 class Served(Protocol):
     """The interface of a peer module's ``Engine``; its arguments come with the first order."""
 
-    said: str
-    """Version, build, precision and settings."""
+    said: str  # version, build, precision and settings
 
     def generate(self, ids: list[int], new: int) -> dict[str, Any]:
         """Continue greedily; return ``count``, the new tokens, ``tokens`` or ``text``, and ``first``, the seconds until

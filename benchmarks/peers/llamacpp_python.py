@@ -19,12 +19,9 @@ PURE = {
     "IQ4_NL": 25, "IQ4_XS": 30,
 }  # fmt: skip
 """Formats that all matrices of a file can have, and a llama.cpp file type of each."""
-MIXED = {"Q3_K_M": 12, "Q4_K_M": 15, "Q5_K_M": 17}
-"""File types that mix formats, as published files do."""
-CACHE = {"float32": 0, "float16": 1, "bfloat16": 30}
-"""ggml's numbers of types."""
-LOOKUP_TOKENS = 2
-"""Draft length of prompt lookup; llama-cpp-python's README says it is best on CPUs."""
+MIXED = {"Q3_K_M": 12, "Q4_K_M": 15, "Q5_K_M": 17}  # file types that mix formats, as published files do
+CACHE = {"float32": 0, "float16": 1, "bfloat16": 30}  # ggml's numbers of types
+LOOKUP_TOKENS = 2  # draft length of prompt lookup; llama-cpp-python's README says it is best on CPUs
 
 
 class Engine:

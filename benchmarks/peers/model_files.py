@@ -17,8 +17,7 @@ from forerun.models.loading.load import BUNDLED, load
 
 UNQUANTISED = "bfloat16"
 FORMATS = (UNQUANTISED, *PURE, *MIXED)
-POSITIONS = 32_768
-"""Of random models."""
+POSITIONS = 32_768  # of random models
 SHAPES = {name: ModelShape.parse(name) for name in ("qwen2.5-0.5b", "qwen3-0.6b", "qwen2.5-1.5b", "llama-3-8b")}
 """Of random models. The first one's rows are no multiple of 256, so llama.cpp replaces K-quants, as in its published
 files."""

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-LOOKUP_TOKENS, LOOKUP_NGRAM = 5, 3
-"""Draft length and matched tokens, as in OpenVINO's own example of prompt lookup."""
+LOOKUP_TOKENS, LOOKUP_NGRAM = 5, 3  # draft length and matched tokens, as in OpenVINO's own example of prompt lookup
 
 
 class Engine:

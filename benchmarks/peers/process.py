@@ -14,8 +14,7 @@ from typing import IO, Any
 
 from forerun.bench.rounds import Contestant, Rows, Run
 
-TAIL = 400
-"""The most characters of a peer's last output that an error quotes."""
+TAIL = 400  # the most characters of a peer's last output that an error quotes
 
 
 ROOT = Path(__file__).parents[2]

@@ -14,14 +14,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-ARCHITECTURES = ("llama", "mistral")
-"""Model types that are ``llama`` for llama.cpp."""
+ARCHITECTURES = ("llama", "mistral")  # model types that are llama for llama.cpp
 PRECISIONS = {torch.float32: ("F32", 0), torch.bfloat16: ("BF16", 32), torch.float16: ("F16", 1)}
 """GGUF's name of each torch type, and the file type number for files that mostly hold it."""
-RANDOM_SIZE = 0.02
-"""Standard deviation of random weights: that of transformers' models."""
-_COMPUTED = ("tokenizer.", "llama.", "general.name")
-"""Prefixes of the keys that are taken from a source file."""
+RANDOM_SIZE = 0.02  # standard deviation of random weights: that of transformers' models
+_COMPUTED = ("tokenizer.", "llama.", "general.name")  # prefixes of the keys that are taken from a source file
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
 

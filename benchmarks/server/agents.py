@@ -32,8 +32,7 @@ SHOWN_TURNS = (1, 2, 10)
 RULE = "Rule {0}: before you change file {1}, read it, run test {2}, and say in one line what you found.\n"
 LINE = "{0:4d}  def part_{1}(value, limit={2}): return check(value, limit) or part_{3}(value)\n"
 SESSIONS = ("cold", "warm")
-CHANGED = 0.2
-"""Chance that an argument or a result's line differs between two sessions of a trace."""
+CHANGED = 0.2  # chance that an argument or a result's line differs between two sessions of a trace
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,15 +42,11 @@ from forerun.cli.terminal import say
 Json = dict[str, Any]
 QUIET_KEY, ATTACKING_KEY = "key-of-the-quiet", "key-of-the-attacker"
 OPTIONS = ("--api-key", QUIET_KEY, "--api-key", ATTACKING_KEY, "--kv-memory", "1GiB")
-MAX_RATIO = 2.0
-"""The goal: p99 between chunks beside the attacks, over that alone."""
+MAX_RATIO = 2.0  # the goal: p99 between chunks beside the attacks, over that alone
 STREAM_TOKENS = 96
-TEXT = Path(json.__file__).read_text()
-"""Prompts are cut from a module of Python's library."""
-STARTING_SECONDS = 120
-"""Time for the attacking process to import and to make its bodies, on a busy computer."""
-NICE = 19
-"""Lowest priority: a real attacker does not use this computer's processors."""
+TEXT = Path(json.__file__).read_text()  # prompts are cut from a module of Python's library
+STARTING_SECONDS = 120  # time for the attacking process to import and to make its bodies, on a busy computer
+NICE = 19  # lowest priority: a real attacker does not use this computer's processors
 COMPUTING = f"""
 import os
 os.nice({NICE})
@@ -65,8 +61,7 @@ COLUMNS = {
     "seconds": "of the slowest 1 %: mean", **{part: part for part in PARTS}, "waits": "waits",
     "preemptions": "preemptions", "server": "processors of the server", "all": "of all", "statuses": "answers",
 }  # fmt: skip
-Sent = tuple[str, float, float]
-"""A request's kind, and when it was sent and answered."""
+Sent = tuple[str, float, float]  # a request's kind, and when it was sent and answered
 IN_SECONDS = ("p50_between_chunks", "p99_between_chunks", "longest_gap", "p50_first", "p99_first", "seconds", *PARTS)
 
 

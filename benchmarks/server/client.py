@@ -20,12 +20,10 @@ from typing import Any, Literal
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-Extension = Mapping[str, str]
-"""The field ``forerun`` of a request: the ``namespace`` that it drafts from, and ``drafter``."""
+Extension = Mapping[str, str]  # the field forerun of a request: the namespace that it drafts from, and drafter
 PATIENCE = 600.0
 """Seconds without a byte after which a request counts as failed: the default ``timeout`` of ``forerun serve``."""
-QUOTED = 200
-"""Maximum characters of an error that a report quotes."""
+QUOTED = 200  # maximum characters of an error that a report quotes
 
 
 @dataclass(frozen=True)

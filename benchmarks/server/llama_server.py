@@ -8,8 +8,7 @@ from __future__ import annotations
 import argparse
 import signal
 
-KINDS = {"float32": "GGML_TYPE_F32", "bfloat16": "GGML_TYPE_BF16"}
-"""Types of keys and values."""
+KINDS = {"float32": "GGML_TYPE_F32", "bfloat16": "GGML_TYPE_BF16"}  # types of keys and values
 
 
 def main() -> None:

@@ -20,16 +20,11 @@ from forerun.bench.machine import Row
 from forerun.bench.rounds import rotated
 from forerun.cli.terminal import say
 
-Digests = Mapping[str, str | None]
-"""``Answer.digest`` of each answer, by its request's seed."""
-ALONE = {"namespace": "alone", "drafter": "none"}
-"""How an answer is requested again that load may not have changed."""
-STREAMS = 4
-"""Streams beside a long prompt."""
-BEFORE = 16
-"""Answers that end before the long prompt is sent, to compare with."""
-LOOK = 0.005
-"""Seconds between looks at whether something has come."""
+Digests = Mapping[str, str | None]  # Answer.digest of each answer, by its request's seed
+ALONE = {"namespace": "alone", "drafter": "none"}  # how an answer is requested again that load may not have changed
+STREAMS = 4  # streams beside a long prompt
+BEFORE = 16  # answers that end before the long prompt is sent, to compare with
+LOOK = 0.005  # seconds between looks at whether something has come
 
 
 @dataclass(frozen=True)

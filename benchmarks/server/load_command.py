@@ -47,17 +47,12 @@ from forerun.models.forward.inputs import position_limit
 from forerun.models.loading.load import find
 
 TRANSFORMERS, LLAMA, DEFAULT, RAY = "transformers", "llama.cpp", "default", "ray"
-REPLICAS = 2
-"""Of the default on Ray."""
-GGUF, ROWS = "model.gguf", 16
-"""The file for llama.cpp's server, and its slots for Poisson arrivals."""
-SPARE = 64
-"""Tokens of a slot in llama.cpp's server beyond the longest sequence."""
-CLIENT_TURNS = 4
-"""Minimum answers per client of a closed loop: with fewer, a level is mostly its start and end."""
+REPLICAS = 2  # of the default on Ray
+GGUF, ROWS = "model.gguf", 16  # the file for llama.cpp's server, and its slots for Poisson arrivals
+SPARE = 64  # tokens of a slot in llama.cpp's server beyond the longest sequence
+CLIENT_TURNS = 4  # minimum answers per client of a closed loop: with fewer, a level is mostly its start and end
 NEEDED = ("httpx", "matplotlib", "fastapi", "uvicorn", "prometheus_client", "pydantic_settings", "llguidance")
-LEFT_OUT = ("copy",)
-"""Tasks that are measured only if named: repeating a passage is no typical use."""
+LEFT_OUT = ("copy",)  # tasks that are measured only if named: repeating a passage is no typical use
 _LOAD = "Load"
 
 

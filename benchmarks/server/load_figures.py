@@ -13,8 +13,7 @@ from forerun.bench.machine import Row
 
 TIMES = {"first": "time to first token", "gap": "between chunks", "each": "per token", "whole": "end to end"}
 """An answer's times, by their names in the figures, with their headings."""
-PARTS = (50, 99)
-"""The percentiles."""
+PARTS = (50, 99)  # the percentiles
 STEP_PARTS = ("read", "propose", "score", "verify", "other")
 """Parts of the time of Forerun's steps, by their names in its metrics."""
 

@@ -19,19 +19,13 @@ import httpx
 from benchmarks.server.client import ServerEndpoint
 from forerun.models.forward.architecture import STORED, STORED_BY_FLOATS
 
-PORTS = range(20_001, 32_768)
-"""Lower ports are likely taken; higher ones Linux gives to connections."""
-STARTING = 900.0
-"""Maximum seconds to start: a large model is loaded, and kernels are compiled the first time."""
-ENDING = 20.0
-"""Seconds to end before a server is killed."""
-QUOTED = 400
-"""Maximum characters of a server's last output that an error quotes."""
-MANY = 1 << 20
-"""Namespaces of Forerun's server: each load has a separate one."""
+PORTS = range(20_001, 32_768)  # lower ports are likely taken; higher ones Linux gives to connections
+STARTING = 900.0  # maximum seconds to start: a large model is loaded, and kernels are compiled the first time
+ENDING = 20.0  # seconds to end before a server is killed
+QUOTED = 400  # maximum characters of a server's last output that an error quotes
+MANY = 1 << 20  # namespaces of Forerun's server: each load has a separate one
 TRANSFORMERS, LLAMA = "transformers serve", "llama-server"
-NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
-"""What ``transformers serve`` imports beyond transformers."""
+NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")  # what transformers serve imports beyond transformers
 CHECKOUT = str(Path(__file__).parents[2])
 
 

@@ -34,8 +34,7 @@ PARTS = ("computing", "waiting for a processor", "waiting otherwise", "between s
 """Of a gap between chunks: the decoding thread's processor time in steps; its wait for a processor (Linux alone tells);
 the rest of these steps, waiting for a lock or a thread; the time without a step; and the change in the delivery's
 time."""
-SLOWEST = 0.01
-"""The share of gaps whose parts are reported."""
+SLOWEST = 0.01  # the share of gaps whose parts are reported
 Step = tuple[float, float, float, float, int, int]
 """Beginning, end, processor seconds, seconds in a processor's queue, waits for locks, preemptions."""
 

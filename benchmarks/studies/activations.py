@@ -35,8 +35,7 @@ CONTESTANTS = {"float32": STORED_BY_FLOATS, "int8": STORED}  # by activations
 LLAMA = "llama.cpp"
 Reader = Callable[[torch.Tensor], torch.Tensor]
 """Returns log-probabilities after each position of ids but the last, float64 ``[n - 1, V]``."""
-WINDOW = 512
-"""Tokens of a piece; the model sees none before it."""
+WINDOW = 512  # tokens of a piece; the model sees none before it
 COLUMNS = {
     "file": "file", "text": "text", "who": "weights", "tokens": "tokens", "divergence": "KL to float32",
     "highest": "99th percentile", "same": "same best token", "perplexity": "perplexity",

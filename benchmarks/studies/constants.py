@@ -35,11 +35,9 @@ CONSTANTS = {
     ),
 }
 """Names by file of the package."""
-BELOW_ONE = ("FIRST_GUESS", "MEMORY")
-"""Of these the distance from 1 is halved and doubled."""
+BELOW_ONE = ("FIRST_GUESS", "MEMORY")  # of these the distance from 1 is halved and doubled
 CHECKOUT = Path(__file__).parents[2]
-SEEDS = 3
-"""Worlds of each case."""
+SEEDS = 3  # worlds of each case
 
 
 def rates() -> dict[str, float]:

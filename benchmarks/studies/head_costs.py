@@ -44,8 +44,7 @@ MODELS = {name: ModelShape.parse(name) for name in ("qwen3.5-0.8b", "qwen3.5-4b"
 SLOPE_LAYERS = 3
 CONTEXT = 64
 """Tokens before a pass. With 512, attention in all layers would make plain passes too expensive."""
-NAMED_TOKENS = 2048
-"""Tokens that static lists name beyond the first ones, assumed."""
+NAMED_TOKENS = 2048  # tokens that static lists name beyond the first ones, assumed
 COLUMNS = {
     "model": "shape", "matrix": "logits over", "plain_ms": "plain pass, ms", "read": "read a token",
     "level": f"level of {WIDTH} nodes", "tree": "tree of 6 levels",

@@ -25,8 +25,7 @@ from forerun.cli.terminal import progress_bar, stderr
 from forerun.models.heads.mtp import TRANSFORMERS_NAME
 
 Row = dict[str, str]
-REASON = re.compile(r"refused\[(.*?)\]")
-"""A trial that was refused, with why."""
+REASON = re.compile(r"refused\[(.*?)\]")  # a trial that was refused, with why
 TESTS = Path(__file__).parents[2] / "tests"
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "models.md"
 COLUMNS = {

@@ -33,15 +33,12 @@ from forerun.models.forward.architecture import STORED, dtype_name
 from forerun.models.forward.inputs import position_limit
 from forerun.models.loading.load import ACTIVATION_TYPES, load
 
-BUFFER = 1 << 30
-"""Bytes that are read for the bandwidth: many times a processor's caches."""
-SIDE = 1024
-"""Rows and columns of the multiplied matrices; larger ones are no faster."""
+BUFFER = 1 << 30  # bytes that are read for the bandwidth: many times a processor's caches
+SIDE = 1024  # rows and columns of the multiplied matrices; larger ones are no faster
 FORERUN, TRANSFORMERS, MEMORY, MATMUL = "forerun", "transformers", "memory", "torch's matmul"
 PEAKS = {"float32": torch.float32, "bfloat16": torch.bfloat16, STORED: torch.int8}
 """The arithmetic that bounds a pass, by the type of the weights."""
-THEIR_SIZES = (1, 8)
-"""Tokens of the model's own passes."""
+THEIR_SIZES = (1, 8)  # tokens of the model's own passes
 DTYPES = get_args(Dtype)
 TIMES = {"dtype": "dtype", "who": "by", "tokens": "tokens", "milliseconds": "ms", "fastest": "fastest",
          "slowest": "slowest"}  # fmt: skip
@@ -101,8 +98,7 @@ class BufferReader:
 class Multiplier:
     """Multiplies two square matrices that fit into caches, by torch's fastest product; int8 is summed as int32."""
 
-    operations = 2 * SIDE**3
-    """Multiplications and additions of a call."""
+    operations = 2 * SIDE**3  # multiplications and additions of a call
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._matrix = torch.ones(SIDE, SIDE, dtype=dtype, device=device)

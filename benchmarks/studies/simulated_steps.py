@@ -24,8 +24,7 @@ from forerun.policy.cost_curve import CostCurve
 from forerun.policy.decision import DraftPasses
 from forerun.policy.pass_shape import PassShape
 
-RIGHT, WRONG, OTHER = 7, 9, 10
-"""The token of every text, and what drafts have where they are wrong."""
+RIGHT, WRONG, OTHER = 7, 9, 10  # the token of every text, and what drafts have where they are wrong
 
 
 def never(row: int, place: int) -> bool:
@@ -39,46 +38,31 @@ class World:
 
     curve: CostCurve = field(default_factory=lambda: CostCurve((1, 2), (1.0, 1.02), unit=1.0))
     """Costs of passes, which the planner knows; ``unit`` is what it was told of the machine's speed."""
-    true_curve: CostCurve | None = None
-    """What passes really cost; by default ``curve``."""
-    plain: float = 1.0
-    """Seconds of a pass of cost 1."""
-    asking: float = 0.001
-    """Of proposing trees; ``asking_row``, of each row."""
+    true_curve: CostCurve | None = None  # what passes really cost; by default curve
+    plain: float = 1.0  # seconds of a pass of cost 1
+    asking: float = 0.001  # of proposing trees; asking_row, of each row
     asking_row: float = 0.0
-    looking: float = 0.0
-    """Of looking up a row's known suffix."""
-    verifying: float = 0.0
-    """Of a scored token after the pass."""
-    drafting: float = 0.2
-    """Of a token of chains."""
-    passes: Callable[[int], float] = float
-    """The time of chains by their length, in tokens."""
-    deepening: float = 0.5
-    """Of a costly source's drafts."""
-    carrying: float = 0.0
-    """Of a costly source at each step that keeps states for it, besides its drafts."""
-    hits: Callable[[int, int], bool] = never
-    """Whether the trees have a token."""
-    stated: Callable[[int, int], float] | None = None
-    """How sure they are of their first token."""
+    looking: float = 0.0  # of looking up a row's known suffix
+    verifying: float = 0.0  # of a scored token after the pass
+    drafting: float = 0.2  # of a token of chains
+    passes: Callable[[int], float] = float  # the time of chains by their length, in tokens
+    deepening: float = 0.5  # of a costly source's drafts
+    carrying: float = 0.0  # of a costly source at each step that keeps states for it, besides its drafts
+    hits: Callable[[int, int], bool] = never  # whether the trees have a token
+    stated: Callable[[int, int], float] | None = None  # how sure they are of their first token
     known: Callable[[int, int], int | None] = lambda row, place: None
     """Length of the suffix before a token that the trees know; None if they cannot tell."""
-    accepted: Callable[[int, int], bool] = never
-    """Whether the chains' token is accepted."""
+    accepted: Callable[[int, int], bool] = never  # whether the chains' token is accepted
     deep: Callable[[int, int], tuple[bool, float]] = lambda row, place: (False, 0.1)
     """Whether the costly source's token is accepted, and how sure it is of it."""
-    slowness: Callable[[int], float] = lambda step: 1.0
-    """Factor on all times, by the number of the step."""
-    beside: Callable[[int], int] = lambda step: 0
-    """Tokens of prompts in a step."""
+    slowness: Callable[[int], float] = lambda step: 1.0  # factor on all times, by the number of the step
+    beside: Callable[[int], int] = lambda step: 0  # tokens of prompts in a step
     now: float = 0.0
     steps: int = 0
     asked: list[tuple[int, int]] = field(default_factory=list)
     """Rows and places at which trees were proposed; ``deepened``, those of the costly source."""
     deepened: list[tuple[int, int]] = field(default_factory=list)
-    chains: list[int] = field(default_factory=list)
-    """Lengths of the chains."""
+    chains: list[int] = field(default_factory=list)  # lengths of the chains
 
     def clock(self) -> float:
         return self.now

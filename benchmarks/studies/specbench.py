@@ -36,10 +36,8 @@ from forerun.models.forward.architecture import dtype_name
 from forerun.models.forward.inputs import position_limit
 
 DRAFTERS = ("none", "auto", "trie", "lookahead-trie")
-Questions = Mapping[str, Sequence[Sequence[str]]]
-"""The turns of each question, by category."""
-TASK_PROMPTS = 4
-"""Default number of prompts of each of the tasks."""
+Questions = Mapping[str, Sequence[Sequence[str]]]  # the turns of each question, by category
+TASK_PROMPTS = 4  # default number of prompts of each of the tasks
 
 
 @dataclass(frozen=True)

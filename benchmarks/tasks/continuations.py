@@ -12,8 +12,7 @@ from benchmarks.training.tasks import Material
 SEED = "bench"
 KINDS = {"copy": "quote", "json": "table", "rag": "rag", "code": "code", "maths": "maths", "prose": "prose"}
 """Each task's name in the tables, and in ``benchmarks.training.tasks``."""
-TRIES = 50
-"""Most draws for each prompt: of n equally likely ones, a prompt is missed by a chance of n in e^50."""
+TRIES = 50  # most draws for each prompt: of n equally likely ones, a prompt is missed by a chance of n in e^50
 NEEDED = {"maths": "--maths", "prose": "--books", "code": "Python's own sources"}
 
 

@@ -10,10 +10,8 @@ from random import Random
 
 from benchmarks.tasks.passages import sources
 
-LINES = range(8, 41)
-"""Allowed number of lines of a function."""
-A_FILE = 2
-"""The most functions from one file."""
+LINES = range(8, 41)  # allowed number of lines of a function
+A_FILE = 2  # the most functions from one file
 
 
 def functions(seed: str, count: int) -> list[str]:

@@ -13,14 +13,11 @@ from random import Random
 
 from benchmarks.training.material import paragraphs, stdlib_files
 
-SHORTEST, LONGEST = 200, 1500
-"""Allowed length of a passage in tokens."""
+SHORTEST, LONGEST = 200, 1500  # allowed length of a passage in tokens
 MARGIN = 1.1
 """Factor by which the target length stays inside these bounds, because a passage ends with a whole sentence."""
-CHARS = 6
-"""The most characters per token, on average."""
-MODULES = 40
-"""Modules whose documentation is read if there are no books."""
+CHARS = 6  # the most characters per token, on average
+MODULES = 40  # modules whose documentation is read if there are no books
 _END = re.compile(r"[.!?][\"”’')]*\s")
 
 

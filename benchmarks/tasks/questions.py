@@ -21,8 +21,7 @@ from benchmarks.training import tasks
 from benchmarks.training.tasks import Material
 
 SEED = "questions"
-ROWS, COLUMNS = (4, 14), (3, 6)
-"""The least and the most rows and columns of a table."""
+ROWS, COLUMNS = (4, 14), (3, 6)  # the least and the most rows and columns of a table
 EDITS = (
     "Add type hints to this Python function.",
     "Add type hints and a docstring to this Python function.",

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from forerun.bench.prompts_file import Prompt, check_length
 from forerun.bench.rounds import PromptSet
 
-Draw = Callable[[int], Sequence[Prompt]]
-"""Gives the first n prompts of a task; the same at every call."""
+Draw = Callable[[int], Sequence[Prompt]]  # gives the first n prompts of a task; the same at every call
 Tasks = Mapping[str, Draw]
 
 

@@ -44,8 +44,7 @@ from forerun.models.forward.inputs import position_limit
 from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, load_draft
 
 _OTHERS = "Compared with"
-DRAFTERS = ("none", "auto", "lookup", "trie")
-"""Those that are measured unless others are named."""
+DRAFTERS = ("none", "auto", "lookup", "trie")  # those that are measured unless others are named
 
 
 @dataclass(frozen=True)

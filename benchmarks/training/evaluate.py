@@ -26,12 +26,9 @@ from forerun.reference import bundled
 
 SEED = 90_210  # training draws its tasks from other seeds
 WINDOW = 512
-TEXT_SPANS = 0.4
-"""Share of the copying rows whose spans are text; the others are random tokens."""
-READ_BLOCK = 1024
-"""Tokens of a long text in one pass."""
-TOKENS_A_FACT = 400
-"""The least tokens of text per hidden fact."""
+TEXT_SPANS = 0.4  # share of the copying rows whose spans are text; the others are random tokens
+READ_BLOCK = 1024  # tokens of a long text in one pass
+TOKENS_A_FACT = 400  # the least tokens of text per hidden fact
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,9 @@ from forerun.cli.options import DebugOptions
 from forerun.trie import logistic_mixer
 from forerun.trie.trie import Trie
 
-PROMPT_MATCH, ANSWER = 1200, 700
-"""Characters of a continued text, at most."""
+PROMPT_MATCH, ANSWER = 1200, 700  # characters of a continued text, at most
 
-AGAIN = 0.25
-"""Share of requests that were asked before."""
+AGAIN = 0.25  # share of requests that were asked before
 
 Request = tuple[str, str]
 Kind = Callable[[Random], Iterator[Request]]

@@ -30,8 +30,7 @@ from forerun.trie.candidates import RECYCLED, RECYCLED_CELLS, SUBSTITUTE
 from forerun.trie.logistic_mixer import TEXT_SETS, Mixer
 from forerun.trie.trie import Trie, TrieConfig
 
-FIRST_WEIGHT = 0.3
-"""Weight of the new inputs before anything was learned."""
+FIRST_WEIGHT = 0.3  # weight of the new inputs before anything was learned
 
 
 @dataclass(frozen=True, kw_only=True)

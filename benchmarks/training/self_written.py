@@ -20,12 +20,9 @@ from forerun.cli.terminal import progress_bar, stderr
 from forerun.core.request import Request
 from forerun.engine.engine import Engine
 
-TOGETHER = 32
-"""Rows of a batch."""
-PROMPT_TOKENS = 192
-"""Most tokens of a prompt; one that has not ended by then is dropped."""
-MARK = "\ue000"
-"""Stands for the user's message in the template; a character that no template has."""
+TOGETHER = 32  # rows of a batch
+PROMPT_TOKENS = 192  # most tokens of a prompt; one that has not ended by then is dropped
+MARK = "\ue000"  # stands for the user's message in the template; a character that no template has
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:

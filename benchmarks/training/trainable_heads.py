@@ -23,10 +23,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from benchmarks.training.hybrid import renamed
 from forerun.models.heads.qwen_mtp import PREFIX, STATED
 
-DECAY = 0.8
-"""Weight of a step's loss relative to the previous step's; the authors' value."""
-Earlier = list[tuple[torch.Tensor, torch.Tensor]]
-"""Keys and values ``[B, H, n, d]`` of each earlier step."""
+DECAY = 0.8  # weight of a step's loss relative to the previous step's; the authors' value
+Earlier = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values [B, H, n, d] of each earlier step
 
 
 class Kind(enum.StrEnum):
@@ -90,8 +88,7 @@ class TrainableHead(nn.Module):
         more: configuration entries beyond the target's, or in place of them.
     """
 
-    feeds_normed: bool
-    """Whether later steps run over normalised output."""
+    feeds_normed: bool  # whether later steps run over normalised output
 
     def __init__(
         self,

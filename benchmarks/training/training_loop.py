@@ -36,10 +36,8 @@ class Training:
     divided by threads, so a schedule in minutes pauses while other work runs."""
 
     log_every = 20
-    checkpoint_every = 120.0
-    """Seconds."""
-    largest_norm = 1.0
-    """Gradients are clipped to it."""
+    checkpoint_every = 120.0  # seconds
+    largest_norm = 1.0  # gradients are clipped to it
 
     def __init__(self, model: nn.Module, folder: Path, muon_rate: float, adam_rate: float) -> None:
         self.model, self.folder = model, folder
