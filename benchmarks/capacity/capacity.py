@@ -97,14 +97,10 @@ def capacity_row(shape: ModelShape, context: int, rows: int, machine: Machine) -
     """Return gigabytes, what fits, and the most tokens a second of all rows."""
     held, found = kv_bytes(shape, context, rows), fit(shape, machine, context, rows)
     row = {
-        "context": context,
-        "weights": round(shape.stored_bytes / 1e9, 1),
-        "kv_kilobytes": round(shape.token_kv_bytes / 1e3, 1),
-        "kv": round(held / 1e9, 2),
-        "read": round((shape.pass_bytes + held) / 1e9, 2),
-        "devices": machine.devices,
-        "fits": found.words,
-    }
+        "context": context, "weights": round(shape.stored_bytes / 1e9, 1),
+        "kv_kilobytes": round(shape.token_kv_bytes / 1e3, 1), "kv": round(held / 1e9, 2),
+        "read": round((shape.pass_bytes + held) / 1e9, 2), "devices": machine.devices, "fits": found.words,
+    }  # fmt: skip
     if found.possible:
         row["rate"] = float(f"{rows / least_seconds(shape, machine, context, rows, found):.3g}")
     return row

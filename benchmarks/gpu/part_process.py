@@ -18,14 +18,9 @@ from benchmarks.gpu.interpreter import gpu_code
 from forerun.bench.machine import Row
 
 PARTS: dict[str, Callable[[GpuBench], Iterator[Row]]] = {
-    "machine": parts.machine,
-    "bits": parts.bits,
-    "kernels": parts.kernels,
-    "choices": parts.choices,
-    "auto": speculation_parts.auto,
-    "triforce": speculation_parts.triforce,
-    "offload": speculation_parts.offload,
-}
+    "machine": parts.machine, "bits": parts.bits, "kernels": parts.kernels, "choices": parts.choices,
+    "auto": speculation_parts.auto, "triforce": speculation_parts.triforce, "offload": speculation_parts.offload,
+}  # fmt: skip
 """The parts in their order."""
 INTERPRETED = ("bits", "kernels", "choices", "auto")
 """Parts whose dry run interprets GPU kernels. TriForce's would last for minutes; the CPU's kernels cover that code,

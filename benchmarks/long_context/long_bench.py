@@ -271,18 +271,14 @@ def _row(one: LongSeries, plain: LongSeries) -> Row:
     ups, stats = one.speed_ups(plain), one.stats
     same = [mine == theirs for mine, theirs in zip(one.texts, plain.texts, strict=True)]
     return {
-        "contestant": one.contestant,
-        "tokens_per_second": round(one.tokens_per_second, 2),
-        "speed_up": round(one.tokens_per_second / plain.tokens_per_second, 3),
-        "slowest": round(min(ups), 3),
-        "fastest": round(max(ups), 3),
-        "acceptance": _rounded(acceptance(stats)),
+        "contestant": one.contestant, "tokens_per_second": round(one.tokens_per_second, 2),
+        "speed_up": round(one.tokens_per_second / plain.tokens_per_second, 3), "slowest": round(min(ups), 3),
+        "fastest": round(max(ups), 3), "acceptance": _rounded(acceptance(stats)),
         "middle_acceptance": _rounded(acceptance(each.middle for each in stats)),
         "tokens_per_step": round(sum(each.tokens for each in stats) / sum(each.steps for each in stats), 3),
         "seconds_per_token": round(len(one.runs[0][0].texts) / one.tokens_per_second, 6),
-        "time_to_first_token": _rounded(one.first_seconds),
-        "same_output": sum(same) / len(same),
-    }
+        "time_to_first_token": _rounded(one.first_seconds), "same_output": sum(same) / len(same),
+    }  # fmt: skip
 
 
 def _rounded(value: float | None) -> float | None:

@@ -143,10 +143,6 @@ def _row(name: str, lossless: bool, haystack: Haystack, texts: Sequence[Tokens],
         for text, question in zip(texts, haystack.questions, strict=True)
     ]
     return {
-        "contestant": name,
-        "lossless": lossless,
-        "context": len(haystack.text),
-        "needles": len(right),
-        "accuracy": sum(right) / len(right),
-        "seconds_per_token": round(seconds, 6),
-    }
+        "contestant": name, "lossless": lossless, "context": len(haystack.text), "needles": len(right),
+        "accuracy": sum(right) / len(right), "seconds_per_token": round(seconds, 6),
+    }  # fmt: skip

@@ -168,16 +168,10 @@ def row_of(one: Series, kind: str, length: int) -> Row:
     first = median(run.first for run in runs if run.first is not None)
     speeds = sorted(map(decoding_speed, runs))
     return {
-        "weights": kind,
-        "prompt": length,
-        "contestant": one.contestant,
-        "tokens_per_second": median(speeds),
-        "slowest": speeds[0],
-        "fastest": speeds[-1],
-        "first_token_ms": 1000 * first,
-        "prompt_tokens_per_second": length / first,
-        "others": max((run.others or 0.0 for run in runs), default=0.0),
-    }
+        "weights": kind, "prompt": length, "contestant": one.contestant, "tokens_per_second": median(speeds),
+        "slowest": speeds[0], "fastest": speeds[-1], "first_token_ms": 1000 * first,
+        "prompt_tokens_per_second": length / first, "others": max((run.others or 0.0 for run in runs), default=0.0),
+    }  # fmt: skip
 
 
 def decoding_speed(run: Run) -> float:

@@ -35,14 +35,10 @@ class Peer:
         self._module = module
         self._log: IO[str] = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [python, "-m", "benchmarks.peers.child", module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            encoding="utf-8",
+            [python, "-m", "benchmarks.peers.child", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self._log, text=True, encoding="utf-8",
             env=os.environ | {"PYTHONPATH": os.pathsep.join(_path(python))},
-        )
+        )  # fmt: skip
         try:
             self.said = str(self._ask(options)["said"])
         except BaseException:

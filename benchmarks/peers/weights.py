@@ -129,17 +129,12 @@ def _from_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> d
     config, vocabulary = model.config, _vocabulary(tokenizer)
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     numbers = {
-        "block_count": config.num_hidden_layers,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": head,
-        "attention.value_length": head,
-        "rope.dimension_count": head,
+        "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": head, "attention.value_length": head, "rope.dimension_count": head,
         "vocab_size": config.vocab_size,
-    }
+    }  # fmt: skip
     found: dict[str, tuple[Any, Any, Any]] = {f"llama.{key}": (n, Kind.UINT32, None) for key, n in numbers.items()}
     found["llama.rope.freq_base"] = (float(config.rope_parameters["rope_theta"]), Kind.FLOAT32, None)
     found["llama.attention.layer_norm_rms_epsilon"] = (float(config.rms_norm_eps), Kind.FLOAT32, None)

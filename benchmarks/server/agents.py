@@ -159,15 +159,11 @@ def _session(endpoint: ServerEndpoint, conversation: AgentConversation) -> Itera
             raise ServerError(f"turn {turn}: {answer.error}")
         steps = answer.usage.get("forerun", {}).get("steps")
         yield {
-            "turn": turn,
-            "prompt": len(prompt),
-            "text": answer.text,
-            "first": answer.first,
-            "decoding": answer.seconds - answer.first,
-            "tokens": answer.tokens,
+            "turn": turn, "prompt": len(prompt), "text": answer.text, "first": answer.first,
+            "decoding": answer.seconds - answer.first, "tokens": answer.tokens,
             "tokens_per_step": answer.tokens / steps if steps else None,
             "cached": (answer.usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
-        }
+        }  # fmt: skip
         conversation.go_on(answer.text)
 
 
@@ -176,11 +172,8 @@ def table(rows: Sequence[Row]) -> str:
     turns = [turn for turn in SHOWN_TURNS if turn <= last]
     columns = {"contestant": "server", "session": "session", **{f"{n}": f"first token, turn {n}" for n in turns}}
     columns |= {
-        "later": f"turns 2 to {last} / turn 1",
-        "steps": "tokens per step",
-        "speed": "tokens/s",
-        "ratio": "/ none",
-    }
+        "later": f"turns 2 to {last} / turn 1", "steps": "tokens per step", "speed": "tokens/s", "ratio": "/ none",
+    }  # fmt: skip
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["contestant"], row["session"]), []).append(row)

@@ -234,17 +234,11 @@ def figures(streams: Sequence[Reply], steps: Sequence[Any]) -> Row:
             first.append(times[0] - reply.sent)
     gaps = [after - before for times in chunks for before, after in pairwise(times)]
     return {
-        "streams": len(first),
-        "statuses": dict(statuses),
-        "p50_between_chunks": percentile(gaps, 50),
-        "p99_between_chunks": percentile(gaps, 99),
-        "chunks": len(gaps) + len(first),
-        "longest_gap": max(gaps, default=None),
-        "p50_first": percentile(first, 50),
-        "p99_first": percentile(first, 99),
-        "times": chunks,
-        **slowest(chunks, steps),
-    }
+        "streams": len(first), "statuses": dict(statuses), "p50_between_chunks": percentile(gaps, 50),
+        "p99_between_chunks": percentile(gaps, 99), "chunks": len(gaps) + len(first),
+        "longest_gap": max(gaps, default=None), "p50_first": percentile(first, 50), "p99_first": percentile(first, 99),
+        "times": chunks, **slowest(chunks, steps),
+    }  # fmt: skip
 
 
 async def _read(url: str, seconds: float, namespace: str) -> list[Reply]:

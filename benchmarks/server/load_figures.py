@@ -34,17 +34,11 @@ def figures(
     good = [answer for answer in answers if answer.error is None]
     tokens = sum(answer.tokens for answer in good)
     return {
-        "requests": len(answers),
-        "errors": len(answers) - len(good),
-        "seconds": seconds,
-        "requests_per_second": len(good) / seconds,
-        "tokens_per_second": tokens / seconds,
-        "tokens": tokens,
-        "client_share": own_seconds / seconds,
-        **_times(good),
-        **_speculation(good),
+        "requests": len(answers), "errors": len(answers) - len(good), "seconds": seconds,
+        "requests_per_second": len(good) / seconds, "tokens_per_second": tokens / seconds, "tokens": tokens,
+        "client_share": own_seconds / seconds, **_times(good), **_speculation(good),
         **_parts(step_seconds or {}, seconds, tokens),
-    }
+    }  # fmt: skip
 
 
 def reasons(answers: Sequence[Answer]) -> dict[str, int]:

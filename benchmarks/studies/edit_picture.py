@@ -133,14 +133,11 @@ def summaries(found: dict[str, list[Answer]]) -> Iterator[Row]:
         speeds = [each.tokens_per_second for each in answers]
         others = [each.others for each in answers if each.others is not None]
         yield {
-            "drafter": name,
-            "tokens_per_second": round(median(speeds), 1),
-            "slowest": round(min(speeds), 1),
+            "drafter": name, "tokens_per_second": round(median(speeds), 1), "slowest": round(min(speeds), 1),
             "fastest": round(max(speeds), 1),
             "tokens_per_step": round(median(each.tokens_per_step for each in answers), 2),
-            "tokens": len(answers[0].tokens),
-            "others": round(median(others), 2) if others else None,
-        }
+            "tokens": len(answers[0].tokens), "others": round(median(others), 2) if others else None,
+        }  # fmt: skip
 
 
 def draw(path: Path, report: Report, rows: Sequence[Row], found: dict[str, list[Answer]], busy: bool) -> None:

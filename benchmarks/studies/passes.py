@@ -262,18 +262,15 @@ def _row(work: Work, seconds: float, ones: dict[tuple[str, str], float], speed: 
     reads = work.kind in ("read", "pass")  # a prompt is bound by arithmetic, not by reading
     peak = peaks.get(work.dtype) if work.operations else None
     return {
-        **{name: getattr(work, name) for name in ("dtype", "who", "kind", "tokens")},
-        "milliseconds": 1000 * seconds,
-        "slowest": 1000 * max(work.seconds[1:]),
-        "fastest": 1000 * min(work.seconds[1:]),
+        **{name: getattr(work, name) for name in ("dtype", "who", "kind", "tokens")}, "milliseconds": 1000 * seconds,
+        "slowest": 1000 * max(work.seconds[1:]), "fastest": 1000 * min(work.seconds[1:]),
         "ratio_to_one_token": seconds / one if one and work.kind == "pass" else None,
-        "tokens_per_second": work.tokens / seconds if work.tokens else None,
-        "bytes_read": work.nbytes,
+        "tokens_per_second": work.tokens / seconds if work.tokens else None, "bytes_read": work.nbytes,
         "gigabytes_per_second": work.nbytes / seconds / 1e9 if reads else None,
         "share_of_bandwidth": work.nbytes / seconds / speed if reads else None,
         "gigaflops": work.operations / seconds / 1e9 if work.operations else None,
         "share_of_peak": work.operations / seconds / peak if peak else None,
-    }
+    }  # fmt: skip
 
 
 def add_passes(report: Report, rows: Sequence[Row], context: int) -> None:

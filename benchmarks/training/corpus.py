@@ -124,12 +124,9 @@ def batch(corpus: Corpus, stage: Stage, seed: int, step: int) -> Batch:
     generator = np.random.default_rng(rng.getrandbits(64))
     places = [gapped_positions(generator, stage.length, share=stage.gaps) for _ in rows]
     return Batch(
-        torch.tensor([row.tokens for row in rows]),
-        torch.tensor([row.weights for row in rows]),
-        torch.from_numpy(np.stack(places)),
-        _mask(rows, stage, rng),
-        kinds,
-    )
+        torch.tensor([row.tokens for row in rows]), torch.tensor([row.weights for row in rows]),
+        torch.from_numpy(np.stack(places)), _mask(rows, stage, rng), kinds,
+    )  # fmt: skip
 
 
 def gapped_positions(rng: np.random.Generator, length: int, share: float) -> IntArray:

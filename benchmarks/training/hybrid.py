@@ -13,14 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM, Lfm2Config, PreTrainedModel
 
 RENAMED = {
-    "self_attn.o_proj": "self_attn.out_proj",
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.up_proj": "feed_forward.w3",
-    "mlp.down_proj": "feed_forward.w2",
-    "input_layernorm": "operator_norm",
-    "post_attention_layernorm": "ffn_norm",
+    "self_attn.o_proj": "self_attn.out_proj", "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2", "input_layernorm": "operator_norm", "post_attention_layernorm": "ffn_norm",
     "model.norm": "model.embedding_norm",
-}
+}  # fmt: skip
 """Llama's names, and LFM2's where they are others."""
 
 
@@ -29,21 +25,13 @@ def hybrid_of(target: PreTrainedModel, tokens: torch.Tensor) -> PreTrainedModel:
     ``tokens``, ``[rows, n]``."""
     own = target.config
     config = Lfm2Config(
-        vocab_size=own.vocab_size,
-        hidden_size=own.hidden_size,
-        intermediate_size=own.intermediate_size,
-        num_hidden_layers=own.num_hidden_layers,
-        num_attention_heads=own.num_attention_heads,
-        num_key_value_heads=own.num_key_value_heads,
-        max_position_embeddings=own.max_position_embeddings,
-        rope_parameters=own.rope_parameters,
-        norm_eps=own.rms_norm_eps,
-        full_attn_idxs=[0, own.num_hidden_layers - 1],
-        block_auto_adjust_ff_dim=False,
-        bos_token_id=own.bos_token_id,
-        eos_token_id=own.eos_token_id,
+        vocab_size=own.vocab_size, hidden_size=own.hidden_size, intermediate_size=own.intermediate_size,
+        num_hidden_layers=own.num_hidden_layers, num_attention_heads=own.num_attention_heads,
+        num_key_value_heads=own.num_key_value_heads, max_position_embeddings=own.max_position_embeddings,
+        rope_parameters=own.rope_parameters, norm_eps=own.rms_norm_eps, full_attn_idxs=[0, own.num_hidden_layers - 1],
+        block_auto_adjust_ff_dim=False, bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id,
         pad_token_id=own.pad_token_id,
-    )
+    )  # fmt: skip
     torch.manual_seed(0)
     made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     wanted, sizes = made.state_dict(), _sizes(target, tokens)

@@ -62,12 +62,9 @@ def run(options: RecycledOptions) -> None:
         engine = Engine(model, source, tokenizer=tokenizer, budget=options.budget, prune_drafts=False, _runtime=runtime)
         for prompt in session:
             engine.generate(
-                [{"role": "user", "content": prompt}],
-                max_new_tokens=options.tokens,
-                do_sample=number % 2 == 1,
-                temperature=options.temperature,
-                seed=number,
-            )
+                [{"role": "user", "content": prompt}], max_new_tokens=options.tokens, do_sample=number % 2 == 1,
+                temperature=options.temperature, seed=number,
+            )  # fmt: skip
         mixer = logistic_mixer.restore(source.trie.snapshot("default")[1])
         print(f"session {number}: {len(session)} prompts, rate {rate}", flush=True)
     keep_texts(mixer, texts)

@@ -33,19 +33,11 @@ class TrainingShape:
 
     def config(self) -> LlamaConfig:
         return LlamaConfig(
-            vocab_size=self.vocabulary,
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.hidden // 64,
-            num_key_value_heads=self.hidden // 64,
-            max_position_embeddings=131_072,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-            tie_word_embeddings=True,
-            bos_token_id=0,
-            eos_token_id=0,
-            pad_token_id=0,
-        )
+            vocab_size=self.vocabulary, hidden_size=self.hidden, intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers, num_attention_heads=self.hidden // 64, num_key_value_heads=self.hidden // 64,
+            max_position_embeddings=131_072, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+            tie_word_embeddings=True, bos_token_id=0, eos_token_id=0, pad_token_id=0,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -44,13 +44,9 @@ def train(texts: Iterator[str], vocabulary: int = VOCABULARY) -> PreTrainedToken
 
 def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=EOS,
-        eos_token=EOS,
-        pad_token=EOS,
-        model_max_length=131072,
+        tokenizer_object=tokenizer, bos_token=EOS, eos_token=EOS, pad_token=EOS, model_max_length=131072,
         clean_up_tokenization_spaces=False,
-    )
+    )  # fmt: skip
 
 
 def load(folder: Path) -> PreTrainedTokenizerFast:
