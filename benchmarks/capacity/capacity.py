@@ -15,8 +15,8 @@ from benchmarks.capacity.devices import DEVICES, Machine, fit, kv_bytes, least_s
 from benchmarks.capacity.gpu_cost import add_predicted
 from benchmarks.capacity.shapes import SHAPES, ModelShape
 from benchmarks.reporting.common_options import Listed, ListOptions, list_option, numbers_of
-from benchmarks.reporting.study_report import Report, deliver, listing
-from forerun.bench.machine import Row, plain_values
+from benchmarks.reporting.study_report import Report, listing
+from forerun.bench.machine import Row
 from forerun.cli.options import Out, OutputOptions, option
 
 _DEVICE = "Devices"
@@ -86,11 +86,11 @@ def run(options: CapacityOptions) -> None:
         {"model": name} | capacity_row(shape, context, options.rows, machine)
         for (name, shape), context, machine in product(shapes.items(), options.contexts, machines)
     ]
-    report = Report("Capacity", plain_values(options))
+    report = Report.of("Capacity", options, "capacity")
     report.add("capacity", "What a model needs", rows, listing(rows, COLUMNS))
     if options.predict:
         add_predicted(report)
-    deliver(report, options.out, "capacity", options.json)
+    report.end()
 
 
 def capacity_row(shape: ModelShape, context: int, rows: int, machine: Machine) -> Row:

@@ -15,7 +15,7 @@ import torch
 from benchmarks.capacity.shapes import ModelShape, random_model
 from benchmarks.gpu.counting import LaunchCounter
 from benchmarks.gpu.interpreter import host_code
-from benchmarks.reporting.study_report import Report, deliver, listing
+from benchmarks.reporting.study_report import Report, listing
 from forerun.bench.machine import Row
 from forerun.cli.options import Out, OutputOptions, Rounds, option
 from forerun.core.long_context import LongContextConfig
@@ -48,11 +48,12 @@ class HostTimeOptions(OutputOptions):
 
 
 def run(options: HostTimeOptions) -> None:
-    report = Report("The host's part of a step on a GPU", {"layers": options.layers, "tokens": options.tokens})
+    settings = {"layers": options.layers, "tokens": options.tokens}
+    report = Report("The host's part of a step on a GPU", settings, options.out, "gpu-host", options.json)
     with host_code():
         found = list(host_rows(options))
     report.add("host", "Steps", found, listing(found, COLUMNS))
-    deliver(report, options.out, "gpu-host", options.json)
+    report.end()
 
 
 def host_rows(options: HostTimeOptions) -> Iterator[Row]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -15,14 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.papers.baselines import RECIPES
+from benchmarks.reporting.turns import in_turns
 from forerun.bench.machine import Row
-from forerun.bench.rounds import rotated, sampling
+from forerun.bench.rounds import sampling
 from forerun.cli.terminal import say
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.core.stats import Stats
-from forerun.decoding.recipes import build
 from forerun.engine.engine import Engine
 from forerun.kv.full_cache import FullCache
 from forerun.kv.offloaded import CopyEngine
@@ -179,7 +179,7 @@ def combine(parts: Sequence[Sequence[LongSeries]]) -> list[LongSeries]:
 
 
 class LongBench:
-    """Continues prefilled prompts with drafters of ``benchmarks.papers.baselines``; replaces the engine's drafter."""
+    """Continues prefilled prompts with drafters by name; replaces the engine's drafter."""
 
     def __init__(self, engine: Engine, rounds: int) -> None:
         self.engine = engine
@@ -197,28 +197,19 @@ class LongBench:
         names = [PLAIN, *(name for name in contestants if name != PLAIN)]
         found = {name: LongSeries(name) for name in names}
         for rows in prompts:
-            seconds = [row.seconds for row in rows]
-            known = [each for each in seconds if each is not None]
-            for series in found.values():
-                series.runs.append([])
-                series.prefill_seconds.append(sum(known) if len(known) == len(seconds) else None)
-            for name in names:
-                self._warm_up(rows, name, settings, make)
-            for turn in range(self.rounds):
-                for name in rotated(names, turn):
-                    found[name].runs[-1].append(self._once(rows, name, settings, make))
-                    say(f"  {name}, round {turn + 1}: {described(found[name].runs[-1][-1])}")
+            known = [row.seconds for row in rows if row.seconds is not None]
+            for name in names:  # once untimed, so that compiling and allocating do not count as decoding
+                if name not in self._warm:
+                    self._warm.add(name)
+                    self._once(rows, name, settings, make)
+            works = {name: partial(self._once, rows, name, settings, make) for name in names}
+            for name, runs in in_turns(works, self.rounds).items():
+                found[name].runs.append(runs)
+                found[name].prefill_seconds.append(sum(known) if len(known) == len(rows) else None)
         return list(found.values())
 
-    def _warm_up(self, rows: Sequence[Prefilled], name: str, settings: LongContextConfig, make: RequestMaker) -> None:
-        """Run each contestant once untimed, so that compiling and allocating do not count as decoding."""
-        if name not in self._warm:
-            self._warm.add(name)
-            say(f"  {name}: once untimed")
-            self._once(rows, name, settings, make)
-
     def _once(self, rows: Sequence[Prefilled], name: str, settings: LongContextConfig, make: RequestMaker) -> LongRun:
-        self.engine.set_drafter(lambda setup: build(name, setup, RECIPES), settings)
+        self.engine.set_drafter(name, settings)
         for row in rows:
             row.rewind()
         requests = [make(self.engine, row.tokens, name) for row in rows]
@@ -233,7 +224,11 @@ class LongBench:
         decoded = sum(map(len, texts)) - first
         if not decoded:
             raise ValueError(f"{name} has all tokens from its first step, which is not timed; raise --max-new-tokens")
-        return LongRun(texts, middle - begin, end - middle, decoded, [request.stats for request in requests])
+        run = LongRun(texts, middle - begin, end - middle, decoded, [request.stats for request in requests])
+        accepted = acceptance(run.stats)
+        share = "" if accepted is None else f", {accepted:.3f} of tested drafts accepted"
+        say(f"  {name}: {decoded} tokens in {end - middle:.2f} s, {run.tokens_per_second:.1f} a second{share}")
+        return run
 
 
 def sampled(temperature: float, new_tokens: int) -> RequestMaker:
@@ -245,12 +240,6 @@ def sampled(temperature: float, new_tokens: int) -> RequestMaker:
         return request
 
     return make
-
-
-def described(run: LongRun) -> str:
-    accepted = acceptance(run.stats)
-    share = "" if accepted is None else f", {accepted:.3f} of tested drafts accepted"
-    return f"{run.decoded} tokens in {run.decode_seconds:.2f} s, {run.tokens_per_second:.1f} a second{share}"
 
 
 def acceptance(stats: Iterable[Stats | None]) -> float | None:

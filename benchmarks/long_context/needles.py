@@ -5,7 +5,6 @@ The text is prefilled once. A sparse cache *alone* decodes without verification 
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,14 +15,13 @@ import torch
 
 from benchmarks.long_context.long_bench import PLAIN, LongBench, Prefilled, Tokens, prefill, sampled, summarise
 from benchmarks.long_context.texts import Texts
-from benchmarks.papers.baselines import SPARSE
 from benchmarks.training import tasks
 from forerun.bench.machine import Row
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
 from forerun.core.tree import DraftTree
+from forerun.decoding.recipes import SPARSE
 from forerun.engine.engine import Engine
-from forerun.kv.cache import Cache
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.prefill import read_prompt
 from forerun.models.forward.scorer import Scorer
@@ -67,26 +65,22 @@ def read_text(engine: Engine, haystack: Haystack, room: int) -> Prefilled:
 
 
 class UnverifiedDecoder:
-    """The target over a sparse cache, without verification.
+    """The target over a sparse view of ``full``, which holds the text, without verification.
 
-    ``full`` holds the text. Views of it choose chunks after the question; other caches prefill the text here, once.
+    The view is made, and chooses chunks, after each question.
     """
 
     def __init__(self, scorer: Scorer, name: str, settings: LongContextConfig, full: FullCache, text: Tokens) -> None:
-        self._scorer = scorer
-        self._full = full
-        self._text = text
+        self._scorer, self._full, self._text = scorer, full, text
         self._make = SPARSE[name](settings)
-        self._base: Cache | None = None
-        cache = self._make(scorer, full)
-        if cache.source is None:
-            read_prompt(scorer, cache, np.array(text))
-            self._base = cache
 
     @torch.inference_mode()
     def generate(self, question: Tokens, new_tokens: int) -> tuple[Tokens, float]:
         """Return the greedy tokens, and the seconds per token after the first."""
-        cache = self._read(np.array([*self._text, *question[:-1]]))
+        self._full.truncate(len(self._text))
+        read_prompt(self._scorer, self._full, np.array([*self._text, *question[:-1]]))
+        cache = self._make(self._scorer, self._full)
+        cache.sync()
         tokens, seconds = [question[-1]], []
         for _ in range(new_tokens):
             begin = time.perf_counter()
@@ -96,17 +90,6 @@ class UnverifiedDecoder:
             tokens.append(int(logits[0].argmax()))
             seconds.append(time.perf_counter() - begin)
         return tokens[1:], float(np.mean(seconds[1:] or seconds))
-
-    def _read(self, prompt: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Cache:
-        if self._base is not None:
-            cache = copy.deepcopy(self._base)
-            read_prompt(self._scorer, cache, prompt)
-            return cache
-        self._full.truncate(len(self._text))
-        read_prompt(self._scorer, self._full, prompt)
-        view = self._make(self._scorer, self._full)
-        view.sync()
-        return view
 
 
 def run(

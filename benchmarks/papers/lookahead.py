@@ -14,11 +14,11 @@ from typing import Annotated, TypeVar, get_args
 from benchmarks.papers.lookahead_trie import Form, LookaheadTrieConfig, LookaheadTrieSource
 from benchmarks.reporting import plots
 from benchmarks.reporting.common_options import ListOptions, SourceOptions, list_option, names_of
-from benchmarks.reporting.study_report import Delivery, Report
+from benchmarks.reporting.study_report import Report
 from benchmarks.tasks.task_bench import TaskBench, WrongSource
 from benchmarks.tasks.task_prompts import Counts
 from benchmarks.tasks.task_sets import jobs_for
-from forerun.bench.machine import Row, plain_values
+from forerun.bench.machine import Row
 from forerun.bench.prompts_file import TemplateEncoder
 from forerun.bench.report import equality_table, pivot, plot, shown, speed_table, summarise
 from forerun.bench.rounds import PLAIN, Contestant, Tokens
@@ -137,9 +137,7 @@ def run(options: LookaheadOptions) -> None:
     model, tokenizer = load_target(options)
     counts = Counts(options.prompts, options.warm_prompts, options.max_new_tokens)
     jobs, _ = jobs_for(options.names, options, TemplateEncoder(tokenizer, options.raw), counts, position_limit(model))
-    settings = plain_values(options) | {"dtype": dtype_name(model)}
-    report = Report("The Lookahead paper's methods", settings)
-    delivery = Delivery(report, options.out, "lookahead", options.json)
+    report = Report.of("The Lookahead paper's methods", options, "lookahead", dtype=dtype_name(model))
     bench, rows = MethodBench(model, (), tokenizer=tokenizer), list[Row]()
     for job in jobs:
         say(f"{job.task}: answering {len(job.warm_prompts)} other prompts")
@@ -150,8 +148,8 @@ def run(options: LookaheadOptions) -> None:
         *_, series = bench.run(job, options.rounds)
         rows += summarise(series, decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)))
         add_methods(report, rows)
-        delivery.save()
-    delivery.end()
+        report.save()
+    report.end()
 
 
 def add_methods(report: Report, rows: Sequence[Row]) -> None:

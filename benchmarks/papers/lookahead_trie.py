@@ -19,6 +19,9 @@ import numpy as np
 from forerun.core.request import Request
 from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Outcome
+from forerun.decoding import recipes
+from forerun.decoding.planner import Planner
+from forerun.decoding.recipes import Recipe
 from forerun.decoding.row import Row
 from forerun.decoding.source import Limit, Source
 
@@ -192,3 +195,10 @@ class LookaheadTrieSource(Source):
                 frontier.clear()
             if (depth := len(draft.path(node))) < deepest:
                 expand(node, min(length + depth, orders), -minus)
+
+
+RECIPES: dict[str, Recipe] = {
+    **recipes.RECIPES,
+    "lookahead-trie": Recipe(lambda setup: setup.over(Planner(LookaheadTrieSource()))),
+}
+"""Forerun's recipes, and the paper's trie, all of whose drafts are scored."""

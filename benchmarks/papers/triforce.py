@@ -24,12 +24,11 @@ from benchmarks.long_context.long_bench import (
 )
 from benchmarks.long_context.needles import Haystack
 from benchmarks.long_context.texts import Texts
-from benchmarks.papers.baselines import RECIPES
 from benchmarks.reporting import plots
 from benchmarks.reporting.common_options import ListOptions, list_option, names_of, numbers, numbers_of
 from benchmarks.reporting.plots import Frame
-from benchmarks.reporting.study_report import Delivery, Report, listing, speed_cell
-from forerun.bench.machine import Row, plain_values
+from benchmarks.reporting.study_report import Report, listing, speed_cell
+from forerun.bench.machine import Row
 from forerun.bench.report import pivot
 from forerun.cli.models import check_drafters, encoder, load_stretched, settings
 from forerun.cli.options import LONG_PANEL, LongOptions, MemoryOptions, ModelOptions, Out, OutputOptions, Rounds, option
@@ -138,14 +137,14 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True)
 class TriforceBench:
-    """The parts, each of which fills the report of ``delivery``."""
+    """The parts, each of which adds to the report."""
 
     bench: LongBench
     texts: Texts
     settings: LongContextConfig
     options: TriforceOptions
     drafters: Sequence[str]
-    delivery: Delivery
+    report: Report
     _held: dict[tuple[int, int], Prefilled] = field(default_factory=dict)
 
     def alone(self, parts: Collection[str]) -> None:
@@ -165,11 +164,11 @@ class TriforceBench:
             rows = [row for case, series in found.items() for row in summarise(combine(series), **case._asdict())]
             if "temperatures" in parts:
                 mine = [row for row in rows if row["context"] == longest and row["temperature"] in temperatures]
-                report_temperatures(self.delivery.report, mine)
+                report_temperatures(self.report, mine)
             if "contexts" in parts:
-                report_contexts(self.delivery.report, [row for row in rows if row["temperature"] == 0])
-            self.delivery.save()
-        self.delivery.part()
+                report_contexts(self.report, [row for row in rows if row["temperature"] == 0])
+            self.report.save()
+        self.report.part()
 
     def batches(self) -> None:
         """Measure batches of each size with each budget and temperature."""
@@ -181,9 +180,9 @@ class TriforceBench:
                 say(f"batch of {size}, budget {budget:,}, temperature {temperature:g}")
                 series = self._run(prompts, temperature, replace(self.settings, cache_budget=budget))
                 rows += summarise(series, batch=size, budget=budget, context=longest, temperature=temperature)
-                report_batches(self.delivery.report, rows)
-                self.delivery.save()
-        self.delivery.part()
+                report_batches(self.report, rows)
+                self.report.save()
+        self.report.part()
 
     def _rows(self, size: int) -> list[Prefilled]:
         """Prefill the prompts of a batch, except rows that the batch before had."""
@@ -202,8 +201,8 @@ class TriforceBench:
         text = needles.read_text(self.bench.engine, haystack, self.options.room)
         bench = LongBench(self.bench.engine, 1)  # one round: the questions are repetition enough
         tokens = self.options.needle_tokens
-        report_needles(self.delivery.report, needles.run(bench, haystack, text, self.drafters, self.settings, tokens))
-        self.delivery.part()
+        report_needles(self.report, needles.run(bench, haystack, text, self.drafters, self.settings, tokens))
+        self.report.part()
 
     def _run(self, rows: Sequence[Prefilled], temperature: float, settings: LongContextConfig) -> list[LongSeries]:
         return self.bench.run([rows], self.drafters, settings, sampled(temperature, self.options.max_new_tokens))
@@ -220,23 +219,22 @@ def run(options: TriforceOptions) -> None:
     texts = Texts.read(options.text or (), encoder(tokenizer))
     _check_texts(options, texts, parts)
     haystack = needles.build(texts, 0, options.longest, options.needles) if "needles" in parts else None
-    config = settings(options, named or DRAFTERS, model, tokenizer, RECIPES)
-    drafters = named or [name for name in DRAFTERS if name in buildable(config, RECIPES)]
+    config = settings(options, named or DRAFTERS, model, tokenizer)
+    drafters = named or [name for name in DRAFTERS if name in buildable(config)]
     memory = None
     if options.kv_memory is not None:
         memory = KVMemory(options.kv_memory, options.kv_host_memory, options.kv_folder, options.simulate_bandwidth)
     engine = Engine(model, "none", tokenizer=tokenizer, kv_memory=memory)
     _check_memory(options, engine.target.kv, parts)
-    report = Report("TriForce on long contexts", plain_values(options) | {"dtype": dtype_name(model)})
-    delivery = Delivery(report, options.out, "triforce", options.json)
-    bench = TriforceBench(LongBench(engine, options.rounds), texts, config, options, drafters, delivery)
+    report = Report.of("TriForce on long contexts", options, "triforce", dtype=dtype_name(model))
+    bench = TriforceBench(LongBench(engine, options.rounds), texts, config, options, drafters, report)
     if {"temperatures", "contexts"} & set(parts):
         bench.alone(parts)
     if "batches" in parts:
         bench.batches()
     if haystack is not None:
         bench.needles(haystack)
-    delivery.end()
+    report.end()
     engine.close()
 
 
@@ -261,7 +259,7 @@ def _check_texts(options: TriforceOptions, texts: Texts, parts: Sequence[str]) -
 
 
 def _named(options: TriforceOptions) -> list[str]:
-    check_drafters(options.named, options, RECIPES)
+    check_drafters(options.named, options)
     if set(options.named) == {PLAIN}:
         raise ValueError("--drafters is 'none', which is measured in any case; name others to compare with it")
     return options.named

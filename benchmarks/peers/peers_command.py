@@ -21,11 +21,11 @@ from benchmarks.peers.process import Peer, PeerError, check_python
 from benchmarks.reporting import plots
 from benchmarks.reporting.common_options import BENCHMARKS, ListOptions, list_option, names_of, numbers_of
 from benchmarks.reporting.plots import Frame
-from benchmarks.reporting.study_report import Delivery, Report
+from benchmarks.reporting.study_report import Report
 from forerun.bench.contestants import Bench
 from forerun.bench.disturbance import BUSY
 from forerun.bench.journal import Journal, about
-from forerun.bench.machine import Row, plain_values
+from forerun.bench.machine import Row
 from forerun.bench.report import pivot
 from forerun.bench.rounds import Contestant, Run, Series, Tokens, measure
 from forerun.cli.options import Out, OutputOptions, Resume, Rounds, option
@@ -89,18 +89,16 @@ def run(options: PeersOptions) -> None:
     shared = about(str(files.find(UNQUANTISED)), ", ".join(kinds), "cpu", BENCHMARKS)
     journal = Journal(options.out / "peers-turns.jsonl", shared, options.resume)
     title = f"{files.folder.name} in Forerun and other engines ({date.today().isoformat()})"
-    report = Report(title, plain_values(options) | {"model": files.folder.name, "peer_python": None, "files": None})
-    delivery = Delivery(report, options.out, "peers", options.json)
-    rows: list[Row] = []
-    said: dict[str, None] = {}
+    report = Report.of(title, options, "peers", model=files.folder.name, peer_python=None, files=None)
+    rows, said = list[Row](), dict[str, None]()
     for kind, file in made.items():
         with contestants(options, kind, file) as (found, notes), progress_bar(console, kind) as progress:
             said |= dict.fromkeys(notes)
             for some in measured(found, kind, options, journal, progress):
                 rows += some
                 add_tables(report, rows, [*said])
-                delivery.save()
-    delivery.end()
+                report.save()
+    report.end()
 
 
 @contextmanager

@@ -19,11 +19,11 @@ import typer
 from transformers import AutoConfig, AutoTokenizer
 
 from benchmarks.reporting.common_options import ListOptions, list_option, names_of
-from benchmarks.reporting.study_report import Delivery, Report, listing
+from benchmarks.reporting.study_report import Report, listing
 from benchmarks.server import client, servers
 from benchmarks.server.client import Level, LoadRequest, ServerEndpoint, parsed
 from benchmarks.server.servers import ServedModel, ServerContestant, ServerError
-from forerun.bench.machine import Row, plain_values
+from forerun.bench.machine import Row
 from forerun.bench.report import figure
 from forerun.cli.options import DebugOptions, Out
 from forerun.cli.terminal import say
@@ -114,7 +114,7 @@ def _tool(number: int) -> Row:
 def run(options: AgentOptions) -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     limit = AutoConfig.from_pretrained(options.model).max_position_embeddings
-    delivery = Delivery(Report("An agent's turns", plain_values(options)), options.out, "agents", as_json=False)
+    report = Report.of("An agent's turns", options, "agents")
     sessions = SESSIONS if not options.trace else [f"session {number + 1}" for number in range(options.trace)]
     rows: list[Row] = []
     for contestant in _contestants(options, limit):
@@ -124,10 +124,10 @@ def run(options: AgentOptions) -> None:
                 for row in _session(endpoint, conversation):
                     rows.append({"contestant": contestant.name, "session": session, **row})
                     say(f"{contestant.name}, {session}, turn {row['turn']}: first token after {row['first']:.2f} s")
-        delivery.report.add("turns", "How soon an agent's turns start", rows, table(rows))
-        delivery.report.plot("turns", lambda path: _plot(rows, path, delivery.report.note))
-        delivery.save()
-    delivery.end()
+        report.add("turns", "How soon an agent's turns start", rows, table(rows))
+        report.plot("turns", lambda path: _plot(rows, path, report.note))
+        report.save()
+    report.end()
     if different := differences(rows) if options.trace else 0:
         say(f"{different} answers differ between drafters")
         raise typer.Exit(1)

@@ -29,12 +29,12 @@ import httpx
 import typer
 
 from benchmarks.reporting.common_options import ListOptions, list_option, names_of
-from benchmarks.reporting.study_report import Report, deliver, listing
+from benchmarks.reporting.study_report import Report, listing
 from benchmarks.server.client import LoadRequest, Reply, ServerEndpoint, answer, connected, events
 from benchmarks.server.load_figures import percentile
 from benchmarks.server.watched_server import PARTS, WatchedServer, slowest, watched
 from forerun.bench.disturbance import LoadMeter
-from forerun.bench.machine import Row, plain_values
+from forerun.bench.machine import Row
 from forerun.cli.commands import FAILED
 from forerun.cli.options import Out, OutputOptions, option
 from forerun.cli.terminal import say
@@ -162,8 +162,8 @@ def run(options: AttackOptions) -> None:
         rows.append(_phase(server, options.seconds, "beside"))
         attacked, sent = counts.get(timeout=options.seconds + 120)
         attacker.join()
-    faults = fill(report := Report("Two tenants, of whom one attacks", plain_values(options)), rows, attacked, sent)
-    deliver(report, options.out, "attack", options.json)
+    faults = fill(report := Report.of("Two tenants, of whom one attacks", options, "attack"), rows, attacked, sent)
+    report.end()
     if faults:
         say("\n".join(faults))
         raise typer.Exit(FAILED)

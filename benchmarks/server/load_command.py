@@ -25,7 +25,7 @@ from benchmarks.reporting.common_options import (
     names_of,
     numbers_of,
 )
-from benchmarks.reporting.study_report import Delivery, Report
+from benchmarks.reporting.study_report import Report
 from benchmarks.server import load_report, servers
 from benchmarks.server.client import Level, LoadRequest, mixed
 from benchmarks.server.load_bench import Round, ServeBench
@@ -33,7 +33,6 @@ from benchmarks.server.servers import ServedModel, ServerContestant
 from benchmarks.tasks.task_prompts import LackingError, Tasks, check_names
 from benchmarks.tasks.task_sets import tasks_for
 from forerun.bench.journal import Journal, Turn, about
-from forerun.bench.machine import plain_values
 from forerun.bench.prompts_file import TemplateEncoder, check_length
 from forerun.cli.commands import FAILED
 from forerun.cli.models import encoder as plain_encoder
@@ -108,18 +107,17 @@ class ServingOptions(ListOptions, OutputOptions, SourceOptions, ModelOptions):
 def run(options: ServingOptions) -> None:
     _check_installed(options)
     subject, rounds, contestants = _prepared(options)
-    report = Report("Servers under load", plain_values(options) | {"dtype": subject.dtype})
-    delivery = Delivery(report, options.out, "serve", options.json)
+    report = Report.of("Servers under load", options, "serve", dtype=subject.dtype)
 
     def save(turns: Sequence[Turn], whole: bool) -> None:
         load_report.fill(report, turns, rounds, whole)
-        delivery.save()
+        report.save()
 
     shared = about(options.model, subject.dtype, subject.device, BENCHMARKS)
     journal = Journal(options.out / "serve-turns.jsonl", shared, options.resume)
     start = partial(servers.started, chats=subject.chats, logs=options.out / "logs")
     turns = ServeBench(contestants, rounds, start, journal, save).run()
-    delivery.end()
+    report.end()
     faults = load_report.changed(load_report.output_rows(turns, rounds)) + list(load_report.unanswered(turns))
     if faults:
         say("\n".join(faults))

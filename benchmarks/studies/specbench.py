@@ -13,16 +13,22 @@ from typing import Annotated, Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.papers.baselines import RECIPES
+from benchmarks.papers.lookahead_trie import RECIPES
 from benchmarks.reporting import plots
-from benchmarks.reporting.common_options import BENCHMARKS, ListOptions, SourceOptions, list_option, numbers_of
-from benchmarks.reporting.json_lines import json_lines
-from benchmarks.reporting.study_report import Delivery, Report, listing
+from benchmarks.reporting.common_options import (
+    BENCHMARKS,
+    ListOptions,
+    SourceOptions,
+    json_lines,
+    list_option,
+    numbers_of,
+)
+from benchmarks.reporting.study_report import Report, listing
 from benchmarks.tasks.task_prompts import Counts
 from benchmarks.tasks.task_sets import jobs_for
 from forerun.bench.contestants import Bench, Makers, timed
 from forerun.bench.journal import Journal, TurnKey, about
-from forerun.bench.machine import Row, plain_values
+from forerun.bench.machine import Row
 from forerun.bench.prompts_file import TemplateEncoder
 from forerun.bench.report import pivot, summarise
 from forerun.bench.rounds import PLAIN, Contestant, PromptSet, Rows, Run, Series, Tokens, measure
@@ -181,8 +187,7 @@ def run(options: SpecBenchOptions) -> None:
     alike = {name: getattr(options, name) for name in ("every_node", "rounds", "temperature", "budget")}
     shared = about(options.model, dtype, str(model.device), BENCHMARKS) | alike
     journal = Journal(options.out / "specbench-turns.jsonl", shared, options.resume)
-    report = Report("Tokens per step by category", plain_values(options) | {"dtype": dtype})
-    delivery = Delivery(report, options.out, "specbench", options.json)
+    report = Report.of("Tokens per step by category", options, "specbench", dtype=dtype)
     groups = {"all of Spec-Bench": list(questions), "all tasks": list(tasks)}
     measured: dict[str, list[Series]] = {}
     left_out: list[Row] = []
@@ -201,8 +206,8 @@ def run(options: SpecBenchOptions) -> None:
         if job.prompts:
             measured[category] = _measured(bench, job, journal)
             _fill(report, measured | _totals(measured, groups), timed=not options.every_node)
-            delivery.save()
-    delivery.end()
+            report.save()
+    report.end()
     rows = [row for series in measured.values() for row in summarise(series, baseline=series[0].contestant)]
     check_texts(bench.engine.exactness, rows)
 

@@ -1,4 +1,4 @@
-"""Passages of 200 to 1,500 tokens, from books or from the documentation of Python's standard library."""
+"""Passages of 200 to 1,500 tokens, from books or Python's documentation, and functions of its library without hints."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import ast
 import inspect
 import itertools
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from random import Random
 
@@ -18,6 +20,8 @@ MARGIN = 1.1
 """Factor by which the target length stays inside these bounds, because a passage ends with a whole sentence."""
 CHARS = 6  # the most characters per token, on average
 MODULES = 40  # modules whose documentation is read if there are no books
+LINES = range(8, 41)  # allowed number of lines of a function
+A_FILE = 2  # the most functions from one file
 _END = re.compile(r"[.!?][\"”’')]*\s")
 
 
@@ -106,3 +110,25 @@ def _cut(text: str, chars: int) -> str:
     """Return the text up to the last end of a sentence within ``chars`` characters."""
     ends = [match.end() for match in _END.finditer(text[:chars])]
     return text[: ends[-1] if ends else chars].strip()
+
+
+def functions(seed: str, count: int) -> list[str]:
+    """Return ``count`` functions, by seed and version of Python."""
+    return list(islice(_all(seed), count))
+
+
+def _all(seed: str) -> Iterator[str]:
+    for number, (text, module) in enumerate(sources(seed)):
+        fitting = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and _fits(node)]
+        Random(f"{seed}/{number}").shuffle(fitting)
+        lines = text.split("\n")
+        for node in fitting[:A_FILE]:
+            yield textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
+
+
+def _fits(node: ast.FunctionDef) -> bool:
+    """Return whether a function has an allowed length, and arguments without annotations."""
+    given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+    own = [argument for argument in given if argument.arg not in ("self", "cls")]
+    hinted = node.returns is not None or any(argument.annotation is not None for argument in given)
+    return bool(own) and not hinted and (node.end_lineno or 0) - node.lineno + 1 in LINES

@@ -14,8 +14,7 @@ from random import Random
 from typing import Any
 
 from benchmarks.reporting.common_options import SourceOptions, json_lines
-from benchmarks.tasks.functions import functions
-from benchmarks.tasks.passages import Passages, sentences
+from benchmarks.tasks.passages import Passages, functions, sentences
 from benchmarks.tasks.task_prompts import LackingError, Tasks
 from benchmarks.training import tasks
 from benchmarks.training.tasks import Material

@@ -1,23 +1,20 @@
-"""More contestants than ``forerun bench`` has: drafts that never hit, other engines, and batches."""
+"""More contestants than ``forerun bench`` has: drafts that are never accepted, and other engines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from benchmarks.papers.baselines import RECIPES
+from benchmarks.papers.lookahead_trie import RECIPES
 from forerun.bench.contestants import Bench, Makers
-from forerun.bench.journal import Journal
-from forerun.bench.rounds import BASELINE, Contestant, PromptSet, Rows, Series, Tokens, measure
+from forerun.bench.rounds import BASELINE, Contestant, PromptSet
 from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.decoding.row import Row
 from forerun.decoding.source import Limit, Source
-
-PADDED = "transformers padded"
 
 
 class WrongSource(Source):
@@ -38,40 +35,18 @@ class WrongSource(Source):
 
 
 class TaskBench(Bench):
-    """The contestants of ``forerun bench``, drafts that are never accepted, ``others`` by name, and batches of
-    prompts."""
+    """The contestants of ``forerun bench``, drafts that are never accepted, and ``others`` by name."""
 
     recipes = RECIPES
 
     def __init__(self, *given: Any, others: Mapping[str, Contestant] | None = None, **options: Any) -> None:
         super().__init__(*given, **options)
         self.others = dict(others or {})
-        self.measures_batches = False
 
     def makers(self, prompts: PromptSet) -> Makers:
-        others: dict[str, Callable[[], Contestant]] = {
-            "forerun, wrong drafts": lambda: self.forerun(lambda setup: WrongSource())
-        }
-        others |= {name: lambda other=other: other for name, other in self.others.items()}  # type: ignore[misc]
-        return {**super().makers(prompts), **others}
-
-    def run_batches(
-        self, prompts: Sequence[Tokens], size: int, max_new_tokens: int, rounds: int, journal: Journal | None = None
-    ) -> Iterator[list[Series]]:
-        """Measure prompts in batches: padded by transformers, ragged by Forerun. A last partial batch is left out."""
-        contestants = self._built(self._batch_makers())
-        return measure(contestants, f"batches of {size}", in_batches(prompts, size), max_new_tokens, rounds, journal)
-
-    def _batch_makers(self) -> Makers:
-        ours = {f"forerun {name}": partial(self.forerun, self._drafter(name)) for name in ("none", "trie")}
-        return {PADDED: self.transformers, **ours}
-
-    def _all_makers(self, sets: Sequence[PromptSet]) -> list[Makers]:
-        return super()._all_makers(sets) + ([self._batch_makers()] if self.measures_batches else [])
+        wrong = {"forerun, wrong drafts": partial(self.forerun, lambda setup: WrongSource())}
+        others = {name: lambda other=other: other for name, other in self.others.items()}  # type: ignore[misc]
+        return {**super().makers(prompts), **wrong, **others}
 
     def _kept(self) -> Sequence[str]:
-        return (BASELINE, PADDED)
-
-
-def in_batches(prompts: Sequence[Tokens], size: int) -> list[Rows]:
-    return [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]
+        return (BASELINE,)
