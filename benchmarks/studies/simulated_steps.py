@@ -77,14 +77,12 @@ class World:
         self.steps += 1
 
 
-@dataclass
+@dataclass(eq=False)
 class _Simulated(Source):
     """A source in a world; the number of a row is its state."""
 
     world: World
     numbers: list[int] = field(default_factory=lambda: [0])
-
-    __hash__ = object.__hash__
 
     def open(self, row: Row) -> int:
         self.numbers[0] += 1
@@ -97,53 +95,43 @@ class _Simulated(Source):
 class Branches(_Simulated):
     """Trees of up to eight tokens."""
 
-    __hash__ = object.__hash__
-
     def promise(self, rows: Sequence[Row]) -> list[int | None]:
         self.world.take(self.world.looking * len(rows))
         return [self.world.known(row.states[self], len(row.request)) for row in rows]
 
     def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
         self.world.take(self.world.asking + self.world.asking_row * len(rows))
-        return [
-            self._draft(row.states[self], len(row.request), limit.nodes)
-            for row, limit in zip(rows, limits, strict=True)
-        ]
+        both = zip(rows, limits, strict=True)
+        return [self._draft(row.states[self], len(row.request), limit.nodes) for row, limit in both]
 
     def _draft(self, row: int, place: int, nodes: int) -> DraftTree:
         world = self.world
         world.asked.append((row, place))
         tokens = [RIGHT if world.hits(row, place + i) else WRONG for i in range(min(8, nodes))]
         sure = (0.9 if world.hits(row, place) else 0.1) if world.stated is None else world.stated(row, place)
-        return DraftTree(
-            np.array(tokens), np.arange(-1, len(tokens) - 1), probability=sure ** np.arange(1, len(tokens) + 1)
-        )
+        count = len(tokens)
+        return DraftTree(np.array(tokens), np.arange(-1, count - 1), probability=sure ** np.arange(1, count + 1))
 
 
 class Chains(_Simulated):
     """Chains of as many tokens as they may have."""
 
-    __hash__ = object.__hash__
-
     def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
         length, world = max(limit.nodes for limit in limits), self.world
         world.take(world.passes(length) * world.drafting)
         world.chains.append(length)
-        return [
-            DraftTree.chain(
-                [RIGHT if world.accepted(row.states[self], len(row.request) + i) else WRONG for i in range(length)]
-            )
-            for row in rows
-        ]
+        return [DraftTree.chain([self._token(row, i) for i in range(length)]) for row in rows]
+
+    def _token(self, row: Row, i: int) -> int:
+        return RIGHT if self.world.accepted(row.states[self], len(row.request) + i) else WRONG
 
 
-@dataclass
+@dataclass(eq=False)
 class Deep(_Simulated):
     """A costly source: four tokens. It is ready after the states of as many tokens as a head."""
 
     wants = Wants(states=(1,))
     seen: int = 0
-    __hash__ = object.__hash__
 
     def ready(self, row: Row) -> bool:
         return self.seen >= CONTEXT_ENTRIES
@@ -201,9 +189,8 @@ class Outline:
 def simulate(world: World, outline: Outline) -> tuple[float, AdaptivePlanner]:
     """Decode the requests; return the seconds, and the planner."""
     numbers = [[0], [0], [0]]
-    trees = Branches(world, numbers[0]) if "t" in outline.sources else None
-    deep = Deep(world, numbers[1]) if "d" in outline.sources else None
-    chains = Chains(world, numbers[2]) if "c" in outline.sources else None
+    kinds = zip("tdc", (Branches, Deep, Chains), numbers, strict=True)
+    trees, deep, chains = (kind(world, own) if each in outline.sources else None for each, kind, own in kinds)
     model: Any = _Model()
     planner = AdaptivePlanner(
         Runtime(world.clock, lambda scorer: world.curve), model, trees, deep, chains, 4.0,

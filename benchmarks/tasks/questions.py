@@ -32,12 +32,19 @@ _WORD = re.compile(r"[A-Za-z]{6,}")
 def questions(files: SourceOptions, count: Callable[[str], int]) -> Tasks:
     """Return the tasks by name, drawn from ``files``; ``count`` counts tokens."""
     passages = functools.cache(lambda: Passages.read(files.books, SEED))
+    complete = "Complete this Python function. Return the whole function."
+    summarise = "Summarise the following passage."
     return {
         "maths": lambda wanted: [f"Solve step by step: {text}" for text in _asked("--maths", files.maths, wanted)],
-        "code": lambda wanted: [_complete(text) for text in _asked("--code", files.code, wanted)],
+        "code": lambda wanted: [_about(complete, text) for text in _asked("--code", files.code, wanted)],
         "rag": lambda wanted: [_from_passage(_rng("rag", i), passages(), count) for i in range(wanted)],
-        "summary": lambda wanted: [_summary(_rng("summary", i), passages(), count) for i in range(wanted)],
-        "edit": lambda wanted: [_edit(i, text) for i, text in enumerate(functions(SEED, wanted))],
+        "summary": lambda wanted: [
+            f"{summarise}\n\n{passages().draw(_rng('summary', i), count)}" for i in range(wanted)
+        ],
+        "edit": lambda wanted: [
+            _about(f"{EDITS[i % len(EDITS)]} Return the whole function.", text)
+            for i, text in enumerate(functions(SEED, wanted))
+        ],
         "table": lambda wanted: [_table(_rng("table", i)) for i in range(wanted)],
     }
 
@@ -72,8 +79,8 @@ def _question(place: str, row: Any) -> str:
     return prompt.strip("\n").removeprefix("Question: ").rstrip().removesuffix("Answer:").rstrip()
 
 
-def _complete(function: str) -> str:
-    return f"Complete this Python function. Return the whole function.\n\n{_fenced(function)}"
+def _about(request: str, code: str) -> str:
+    return f"{request}\n\n```python\n{code.rstrip()}\n```"
 
 
 def _from_passage(rng: Random, passages: Passages, count: Callable[[str], int]) -> str:
@@ -90,18 +97,6 @@ def _topic(sentence: str, passage: str) -> str:
     return max(words, key=lambda word: (passage.count(word), len(word)), default="this")
 
 
-def _summary(rng: Random, passages: Passages, count: Callable[[str], int]) -> str:
-    return f"Summarise the following passage.\n\n{passages.draw(rng, count)}"
-
-
-def _edit(number: int, function: str) -> str:
-    return f"{EDITS[number % len(EDITS)]} Return the whole function.\n\n{_fenced(function)}"
-
-
 def _table(rng: Random) -> str:
     task = tasks.table(rng, Material(), rng.randint(*ROWS), rng.randint(*COLUMNS))
     return f"Write this table as JSON: a list with one object for each row.\n\n{task.sources[0]}"
-
-
-def _fenced(code: str) -> str:
-    return f"```python\n{code.rstrip()}\n```"
