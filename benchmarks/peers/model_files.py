@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.capacity.shapes import ModelShape, random_model
 from benchmarks.peers import weights
@@ -18,6 +17,7 @@ from forerun.models.loading.load import BUNDLED, load
 UNQUANTISED = "bfloat16"
 FORMATS = (UNQUANTISED, *PURE, *MIXED)
 POSITIONS = 32_768  # of random models
+QUANTISER = "benchmarks.peers.llamacpp_python"
 SHAPES = {name: ModelShape.parse(name) for name in ("qwen2.5-0.5b", "qwen3-0.6b", "qwen2.5-1.5b", "llama-3-8b")}
 """Of random models. The first one's rows are no multiple of 256, so llama.cpp replaces K-quants, as in its published
 files."""
@@ -41,19 +41,14 @@ class ModelFiles:
         source = None if kind == UNQUANTISED else self.find(UNQUANTISED)
         self._say(f"writing {file}")
         if source is None:
-            model, tokenizer = self._made()
+            if self._model in SHAPES:
+                shape, tokenizer = SHAPES[self._model], load(BUNDLED)[1]
+                model = random_model(shape, torch.bfloat16, "meta", max_position_embeddings=POSITIONS)
+            else:
+                model, tokenizer = load(self._model, "bfloat16", device="cpu")
             weights.check(model, tokenizer, None)
             weights.write(model, tokenizer, unfinished, dtype=torch.bfloat16)
         else:
             with Peer(QUANTISER, {"threads": torch.get_num_threads()}, self._python) as peer:
                 peer.call("quantise", source=str(source), target=str(unfinished), kind=kind)
         return unfinished.replace(file)
-
-    def _made(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        if self._model not in SHAPES:
-            return load(self._model, "bfloat16", device="cpu")
-        shape = SHAPES[self._model]
-        return random_model(shape, torch.bfloat16, "meta", max_position_embeddings=POSITIONS), load(BUNDLED)[1]
-
-
-QUANTISER = "benchmarks.peers.llamacpp_python"

@@ -13,7 +13,6 @@ from typing import Annotated
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from benchmarks.peers.model_files import FORMATS, SHAPES, UNQUANTISED, ModelFiles
 from benchmarks.peers.peer_libraries import LIBRARIES, PeerLibrary, PeerSubject
@@ -27,7 +26,7 @@ from forerun.bench.disturbance import BUSY
 from forerun.bench.journal import Journal, about
 from forerun.bench.machine import Row
 from forerun.bench.report import pivot
-from forerun.bench.rounds import Contestant, Run, Series, Tokens, measure
+from forerun.bench.rounds import Contestant, Series, Tokens, measure
 from forerun.cli.options import Out, OutputOptions, Resume, Rounds, option
 from forerun.cli.terminal import progress_bar, stderr
 from forerun.decoding.recipes import build
@@ -106,7 +105,7 @@ def contestants(options: PeersOptions, kind: str, file: Path) -> Iterator[tuple[
     """Yield the contestants over a file, and what the other engines say about themselves."""
     model, tokenizer = load(str(file), UNQUANTISED if kind == UNQUANTISED else STORED)
     model.generation_config.eos_token_id = None  # each output has the same length
-    found, notes = {FORERUN: plain(model)}, list[str]()
+    found, notes = {FORERUN: Bench(model, ["none"]).forerun(lambda setup: build("none", setup))}, list[str]()
     dtype = UNQUANTISED if kind == UNQUANTISED else "float16"
     given = {"threads": torch.get_num_threads(), "folder": str(file), "positions": options.positions, "dtype": dtype}
     with ExitStack() as stack:
@@ -123,10 +122,6 @@ def contestants(options: PeersOptions, kind: str, file: Path) -> Iterator[tuple[
             found[name] = peer.contestant()
             notes.append(peer.said)
         yield found, notes
-
-
-def plain(model: PreTrainedModel) -> Contestant:
-    return Bench(model, ["none"]).forerun(lambda setup: build("none", setup))
 
 
 def openvino(subject: PeerSubject, folder: Path, python: str) -> Peer:
@@ -164,18 +159,12 @@ def row_of(one: Series, kind: str, length: int) -> Row:
     """Return the medians of a contestant's rounds over a prompt."""
     runs = [run for run in one.runs[0] if run.first is not None]
     first = median(run.first for run in runs if run.first is not None)
-    speeds = sorted(map(decoding_speed, runs))
+    speeds = sorted((run.tokens - 1) / (run.seconds - run.first) for run in runs if run.first is not None)
     return {
         "weights": kind, "prompt": length, "contestant": one.contestant, "tokens_per_second": median(speeds),
         "slowest": speeds[0], "fastest": speeds[-1], "first_token_ms": 1000 * first,
         "prompt_tokens_per_second": length / first, "others": max((run.others or 0.0 for run in runs), default=0.0),
     }  # fmt: skip
-
-
-def decoding_speed(run: Run) -> float:
-    """Return the tokens per second after the first."""
-    assert run.first is not None
-    return (run.tokens - 1) / (run.seconds - run.first)
 
 
 def add_tables(report: Report, rows: Sequence[Row], said: Sequence[str]) -> None:

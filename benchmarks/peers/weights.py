@@ -51,7 +51,10 @@ def write(
     import gguf
 
     said = _from_source(source) if source is not None else _from_model(model, tokenizer)
-    _check_same(model, said)
+    for key, ours in (("block_count", model.config.num_hidden_layers), ("embedding_length", model.config.hidden_size)):
+        theirs = said.get(f"llama.{key}", (None,))[0]
+        if theirs != ours:
+            raise ValueError(f"--gguf is of another model: its llama.{key} is {theirs}, the model's is {ours}")
     writer = gguf.GGUFWriter(file, "llama")
     for key, (value, kind, part) in said.items():
         writer.add_key_value(key, value, kind, part)
@@ -67,14 +70,10 @@ def write(
         finish()
     torch.manual_seed(0)
     for tensor, kind in tensors.values():
-        writer.write_tensor_data(gguf.quants.quantize(_numbers(tensor).float().numpy(), kind))
+        if tensor.is_meta:
+            tensor = torch.ones(tensor.shape) if tensor.dim() == 1 else torch.randn(tensor.shape) * RANDOM_SIZE
+        writer.write_tensor_data(gguf.quants.quantize(tensor.contiguous().float().numpy(), kind))
     writer.close()
-
-
-def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.is_meta:
-        return tensor.contiguous()
-    return torch.ones(tensor.shape) if tensor.dim() == 1 else torch.randn(tensor.shape) * RANDOM_SIZE
 
 
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -100,14 +99,6 @@ def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """Reorder each head's rows from transformers' two halves to llama.cpp's rotary pairs."""
     rows, columns = weight.shape
     return weight.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns)
-
-
-def _check_same(model: PreTrainedModel, said: Mapping[str, tuple[Any, Any, Any]]) -> None:
-    config = model.config
-    for key, ours in (("llama.block_count", config.num_hidden_layers), ("llama.embedding_length", config.hidden_size)):
-        theirs = said.get(key, (None,))[0]
-        if theirs != ours:
-            raise ValueError(f"--gguf is of another model: its {key} is {theirs}, the model's is {ours}")
 
 
 def _from_source(source: Path) -> dict[str, tuple[Any, Any, Any]]:

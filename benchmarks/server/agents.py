@@ -22,7 +22,7 @@ from benchmarks.reporting.common_options import ListOptions, list_option, names_
 from benchmarks.reporting.study_report import Report, listing
 from benchmarks.server import client, servers
 from benchmarks.server.client import Level, LoadRequest, ServerEndpoint, parsed
-from benchmarks.server.servers import ServedModel, ServerContestant, ServerError
+from benchmarks.server.servers import ServedModel, ServerError
 from forerun.bench.machine import Row
 from forerun.bench.report import figure
 from forerun.cli.options import DebugOptions, Out
@@ -115,9 +115,13 @@ def run(options: AgentOptions) -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     limit = AutoConfig.from_pretrained(options.model).max_position_embeddings
     report = Report.of("An agent's turns", options, "agents")
+    subject = ServedModel(str(options.model), options.model, "float32", "cpu")
+    contestants = [servers.forerun(subject, name or None) for name in options.names]
+    if options.gguf is not None:
+        contestants.append(servers.llama(subject, options.gguf, 1, limit, options.threads, lambda text: []))
     sessions = SESSIONS if not options.trace else [f"session {number + 1}" for number in range(options.trace)]
     rows: list[Row] = []
-    for contestant in _contestants(options, limit):
+    for contestant in contestants:
         with servers.started(contestant, False, options.out) as endpoint:
             for number, session in enumerate(sessions):
                 conversation = AgentConversation(tokenizer, options, number if options.trace else 0)
@@ -139,14 +143,6 @@ def differences(rows: Sequence[Row]) -> int:
     for row in rows:
         answers.setdefault((row["session"], row["turn"]), set()).add(row["text"])
     return sum(len(each) > 1 for each in answers.values())
-
-
-def _contestants(options: AgentOptions, positions: int) -> Iterator[ServerContestant]:
-    subject = ServedModel(str(options.model), options.model, "float32", "cpu")
-    for name in options.names:
-        yield servers.forerun(subject, name or None)
-    if options.gguf is not None:
-        yield servers.llama(subject, options.gguf, 1, positions, options.threads, lambda text: [])
 
 
 def _session(endpoint: ServerEndpoint, conversation: AgentConversation) -> Iterator[Row]:

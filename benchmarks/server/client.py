@@ -235,7 +235,9 @@ async def _run(endpoint: ServerEndpoint, level: Level, extension: Extension) -> 
 
 
 def parsed(reply: Reply) -> Answer:
-    parts, grew, usage, done, error = list[str](), list[float](), dict[str, Any](), False, _failure(reply)
+    parts, grew, usage, done, error = list[str](), list[float](), dict[str, Any](), False, reply.error
+    if error is None and reply.status != 200:
+        error = f"status {reply.status}: {_short(b''.join(part for _, part in reply.reads).decode(errors='replace'))}"
     for at, event in events(reply.reads) if error is None else ():
         if "error" in event:
             error = _short(event["error"])
@@ -261,12 +263,6 @@ def events(reads: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, dict[s
             data = event.removeprefix(b"data:").strip()
             if data and data != b"[DONE]" and not data.startswith(b":"):
                 yield at, json.loads(data)
-
-
-def _failure(reply: Reply) -> str | None:
-    if reply.error is None and reply.status != 200:
-        return f"status {reply.status}: {_short(b''.join(part for _, part in reply.reads).decode(errors='replace'))}"
-    return reply.error
 
 
 def _short(message: Any) -> str:

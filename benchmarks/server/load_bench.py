@@ -175,13 +175,11 @@ def long_row(long: Answer, others: Sequence[Answer]) -> Row:
         return {"error": long.error}
     without, during = gaps(others, 0.0, long.sent, True), gaps(others, long.sent, long.sent + long.first, False)
     row: Row = {
-        "prompt": long.usage.get("prompt_tokens"),
-        "first": long.first,
-        "errors": sum(reasons([long, *others]).values()),
-        "chunks": len(during),
+        "prompt": long.usage.get("prompt_tokens"), "first": long.first,
+        "errors": sum(reasons([long, *others]).values()), "chunks": len(during),
         **{f"without_p{part}": percentile(without, part) for part in (50, 99)},
         **{f"with_p{part}": percentile(during, part) for part in (50, 99)},
-    }
+    }  # fmt: skip
     known = row["with_p99"] is not None and row["without_p99"]
     return row | {"ratio": row["with_p99"] / row["without_p99"] if known else None}
 

@@ -144,11 +144,9 @@ def _prepared(options: ServingOptions) -> tuple[ServedModel, list[Round], list[S
         options.out.mkdir(parents=True, exist_ok=True)
         weights.write(model, tokenizer, options.out / GGUF)
     encoder = TemplateEncoder(tokenizer, options.raw)
-    subject = ServedModel(
-        options.model, find(options.model), dtype_name(model), str(model.device), encoder.chats,
-        options.trust_remote_code,
-    )  # fmt: skip
-    limit = position_limit(model)
+    files, dtype, limit = find(options.model), dtype_name(model), position_limit(model)
+    device, remote = str(model.device), options.trust_remote_code
+    subject = ServedModel(options.model, files, dtype, device, encoder.chats, remote)
     del model
     gc.collect()
     rounds = _rounds(options, encoder, limit)
@@ -209,9 +207,13 @@ def _requests(options: ServingOptions, encoder: TemplateEncoder, limit: int | No
     possible = [name for name in chosen if _possible(name, tasks)]
     if not possible:
         raise ValueError("no task is left; --tasks names some that need no file, such as json or rag")
-    prompts = {name: _drawn(name, tasks, -(-count // len(possible))) for name in possible}
-    for name, found in prompts.items():
-        for prompt in found:
+    prompts = dict[str, list[str]]()
+    for name in possible:
+        try:
+            prompts[name] = [str(prompt) for prompt in tasks[name](-(-count // len(possible)))]
+        except ValueError as error:
+            raise ValueError(f"task {name}: {error} (or --requests, --rounds)") from None
+        for prompt in prompts[name]:
             _check(f"task {name}", len(encoder(prompt)), limit, max(options.tokens))
     return mixed(prompts, options.tokens, options.temperature, options.seed)
 
@@ -223,13 +225,6 @@ def _possible(name: str, tasks: Tasks) -> bool:
         say(f"skipped {name}: {lacking}")
         return False
     return True
-
-
-def _drawn(name: str, tasks: Tasks, count: int) -> list[str]:
-    try:
-        return [str(prompt) for prompt in tasks[name](count)]
-    except ValueError as error:
-        raise ValueError(f"task {name}: {error} (or --requests, --rounds)") from None
 
 
 def _longs(options: ServingOptions, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> list[LoadRequest]:

@@ -32,38 +32,29 @@ def figures(
         step_seconds: by ``STEP_PARTS``; empty for servers that do not state them.
     """
     good = [answer for answer in answers if answer.error is None]
-    tokens = sum(answer.tokens for answer in good)
+    tokens, ours = sum(answer.tokens for answer in good), [answer for answer in good if "forerun" in answer.usage]
+    times = {
+        "first": [answer.first for answer in good],
+        "gap": [gap for answer in good for gap in answer.gaps],
+        "each": [answer.each for answer in good if answer.each is not None],
+        "whole": [answer.seconds for answer in good],
+    }
+    steps, drafted, accepted = (
+        sum(answer.usage["forerun"][name] for answer in ours) for name in ("steps", "drafted", "accepted")
+    )
     return {
         "requests": len(answers), "errors": len(answers) - len(good), "seconds": seconds,
         "requests_per_second": len(good) / seconds, "tokens_per_second": tokens / seconds, "tokens": tokens,
-        "client_share": own_seconds / seconds, **_times(good), **_speculation(good),
+        "client_share": own_seconds / seconds,
+        **{f"{name}_p{part}": percentile(values, part) for name, values in times.items() for part in PARTS},
+        "acceptance": accepted / drafted if drafted else None,
+        "tokens_per_step": sum(answer.tokens for answer in ours) / steps if steps else None,
         **_parts(step_seconds or {}, seconds, tokens),
     }  # fmt: skip
 
 
 def reasons(answers: Sequence[Answer]) -> dict[str, int]:
     return dict(Counter(answer.error for answer in answers if answer.error is not None))
-
-
-def _times(good: Sequence[Answer]) -> Row:
-    found = {
-        "first": [answer.first for answer in good],
-        "gap": [gap for answer in good for gap in answer.gaps],
-        "each": [answer.each for answer in good if answer.each is not None],
-        "whole": [answer.seconds for answer in good],
-    }
-    return {f"{name}_p{part}": percentile(values, part) for name, values in found.items() for part in PARTS}
-
-
-def _speculation(good: Sequence[Answer]) -> Row:
-    counted = [answer for answer in good if "forerun" in answer.usage]
-    steps, drafted, accepted = (
-        sum(answer.usage["forerun"][name] for answer in counted) for name in ("steps", "drafted", "accepted")
-    )
-    return {
-        "acceptance": accepted / drafted if drafted else None,
-        "tokens_per_step": sum(answer.tokens for answer in counted) / steps if steps else None,
-    }
 
 
 def _parts(step_seconds: Mapping[str, float], seconds: float, tokens: int) -> Row:

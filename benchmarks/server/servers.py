@@ -110,7 +110,10 @@ def started(contestant: ServerContestant, chats: bool, logs: Path) -> Iterator[S
     """Yield a contestant's endpoint; log to a file in ``logs``. See ``running``."""
     log = logs / f"{contestant.name.replace(' ', '-')}.log"
     with running(contestant.name, contestant.command, log) as (_, url):
-        exact = contestant.ours and _exact(url)
+        exact = False
+        if contestant.ours:
+            [model] = httpx.get(f"{url}/v1/models", timeout=5.0).json()["data"]
+            exact = model["forerun"]["exactness"] == "bitwise"
         yield ServerEndpoint(url, contestant.model, chats, contestant.ours, exact, contestant.encode)
 
 
@@ -169,11 +172,6 @@ def _wait(name: str, process: subprocess.Popen[str], url: str, log: Path) -> Non
             pass
         time.sleep(0.1)
     raise ServerError(f"{name} does not answer after {STARTING:.0f} seconds: {_last_words(log)}")
-
-
-def _exact(url: str) -> bool:
-    [model] = httpx.get(f"{url}/v1/models", timeout=5.0).json()["data"]
-    return bool(model["forerun"]["exactness"] == "bitwise")
 
 
 def _last_words(log: Path) -> str:

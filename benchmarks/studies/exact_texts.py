@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -55,7 +55,9 @@ class ExactTextsOptions(DebugOptions):
 def run(options: ExactTextsOptions) -> None:
     model, tokenizer = load(options.model, options.dtype)
     draft = load_draft("bundled-draft", model, tokenizer) if options.model == BUNDLED else None
-    corpus = _corpus(options.text)
+    names = ("decoder", "encoder", "scanner", "__init__")
+    files = [options.text] if options.text else [Path(json.__file__).with_name(f"{name}.py") for name in names]
+    corpus = "\n".join(file.read_text() for file in files)
     journal = _journal(options, corpus, str(model.device))
     text = [int(token) for token in tokenizer(corpus)["input_ids"]]
     settings = LongContextConfig(draft_model=draft, cache_budget=options.cache_budget, paced=False, gamma2=6)
@@ -111,20 +113,13 @@ def _journal(options: ExactTextsOptions, corpus: str, device: str) -> Journal:
     return Journal(options.out, about(options.model, options.dtype, device) | own, resume=True)
 
 
-def _corpus(path: Path | None) -> str:
-    if path is not None:
-        return path.read_text()
-    names = ("decoder", "encoder", "scanner", "__init__")
-    return "\n".join(Path(json.__file__).with_name(f"{name}.py").read_text() for name in names)
+Cell = tuple[tuple[int, float, str], list[list[int]], float]
 
 
-def _cells(
-    name: str, text: Sequence[int], options: ExactTextsOptions
-) -> Iterator[tuple[tuple[Any, ...], list[list[int]], float]]:
+def _cells(name: str, text: Sequence[int], options: ExactTextsOptions) -> Iterator[Cell]:
     """Yield names, prompts, alone and in a batch, and temperatures."""
-    lengths = (*SHORT, *(LONG if name in FAR else ()))
     for turn, temperature in product(range(options.prompts), TEMPERATURES):
-        for length in lengths:
+        for length in (*SHORT, *(LONG if name in FAR else ())):
             yield (turn, temperature, str(length)), [_cut(text, length, turn)], temperature
         yield (turn, temperature, "batch"), [_cut(text, length, turn) for length in BATCH], temperature
 
