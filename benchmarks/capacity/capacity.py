@@ -55,9 +55,7 @@ class CapacityOptions(ListOptions, OutputOptions):
     rows: Annotated[int, option("--rows", panel="Text", help="That are decoded together.", min=1)] = 1
     devices: Annotated[str, list_option(_DEVICE, "How many hold the model together.")] = "1,8"
     device_kind: Annotated[str, option("--device-kind", panel=_DEVICE, help=f"Of {', '.join(DEVICES)}.")] = "a100-80gb"
-    predict: Annotated[
-        bool, option("--predict", panel="Output", help="What Forerun's kernels should cost on four cards.")
-    ] = False
+    predict: Annotated[bool, option("--predict", panel="Output", help="Forerun's kernels on four cards.")] = False
     out: Out = Path("runs/capacity")
 
     contexts, counts = Listed("context", contexts_in), numbers_of("devices", int, 1)

@@ -39,10 +39,7 @@ class GpuOptions(ListOptions, DebugOptions):
     """
 
     parts: Annotated[str, list_option("Output", f"Of {', '.join(PART_SECONDS)}.")] = ",".join(PART_SECONDS)
-    dry_run: Annotated[
-        bool, option("--dry-run", panel="Output", help="Run each part's code on the CPU, over tiny models in Triton's "
-                     "interpreter; its times mean nothing."),
-    ] = False  # fmt: skip
+    dry_run: Annotated[bool, option("--dry-run", panel="Output", help="On the CPU, tiny; no times.")] = False
     out: Out = Path("runs/gpu")
 
     names = names_of("parts", PART_SECONDS)

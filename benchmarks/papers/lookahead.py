@@ -121,12 +121,8 @@ class LookaheadOptions(ListOptions, OutputOptions, SourceOptions, ModelOptions):
     warm_prompts: Annotated[int, option("--warm-prompts", panel="Text", help="Answered before, per task.", min=0)] = 20
     rounds: Rounds = 3
     max_new_tokens: Annotated[int, option("--max-new-tokens", "-n", panel="Text", help="Per text.", min=2)] = 160
-    decoding_length: Annotated[
-        int, option("--decoding-length", panel="Text", help="Drafted tokens per step, in the paper's forms.", min=1)
-    ] = Lengths.decoding
-    branch_length: Annotated[
-        int, option("--branch-length", panel="Text", help="Tokens of a branch, context included.", min=2, max=256)
-    ] = Lengths.branch
+    decoding_length: Annotated[int, option(panel="Text", help="Drafts of the paper's forms.", min=1)] = Lengths.decoding
+    branch_length: Annotated[int, option(panel="Text", help="With its context.", min=2, max=256)] = Lengths.branch
     out: Out = Path("runs/lookahead")
 
     names = names_of("tasks")

@@ -61,14 +61,8 @@ class TriforceOptions(ListOptions, OutputOptions, LongOptions, MemoryOptions, Mo
     loses. Each prompt is prefilled once. Writes JSON, Markdown and plots.
     """
 
-    yarn: Annotated[
-        float | None,
-        option("--yarn", panel="Model", metavar="FACTOR", help="Factor on the model's positions, by YaRN."),
-    ] = None
-    text: Annotated[
-        list[Path] | None,
-        option("--text", panel="Text", help="A text file, or a folder of .txt and .md files; may be repeated."),
-    ] = None
+    yarn: Annotated[float | None, option(panel="Model", metavar="FACTOR", help="On the model's positions.")] = None
+    text: Annotated[list[Path] | None, option(panel="Text", help="A file or folder; may be repeated.")] = None
     parts: Annotated[str, list_option("Text", f"Of {', '.join(PARTS)}.")] = ",".join(PARTS)
     contexts: Annotated[str, list_option("Text", "Prompt tokens.")] = "4000,16000"
     temperatures: Annotated[str, list_option("Text", "0 is greedy.")] = "0,0.2,0.4,0.6,0.8,1.0,1.2"
@@ -77,11 +71,7 @@ class TriforceOptions(ListOptions, OutputOptions, LongOptions, MemoryOptions, Mo
     rounds: Rounds = 3
     max_new_tokens: Annotated[int, option("--max-new-tokens", "-n", panel="Text", help="Per text.", min=2)] = 128
     batches: Annotated[str, list_option("Text", "Rows that are decoded together.")] = "2,6,10"
-    batch_context: Annotated[
-        int | None,
-        option("--batch-context", panel="Text", help="Tokens of each row of a batch; by default rows are ragged and "
-               "share the longest context's.", min=16),
-    ] = None  # fmt: skip
+    batch_context: Annotated[int | None, option(panel="Text", help="Of each row; else ragged rows.", min=16)] = None
     batch_budgets: Annotated[str, list_option(LONG_PANEL, "Cache budget of a row in a batch.")] = "256,1024"
     batch_temperatures: Annotated[str, list_option("Text", "Of batches.")] = "0,0.6"
     needles: Annotated[int, option("--needles", panel="Text", help="Facts asked from one text.", min=1)] = 10

@@ -18,7 +18,7 @@ from benchmarks.peers.model_files import FORMATS, SHAPES, UNQUANTISED, ModelFile
 from benchmarks.peers.peer_libraries import LIBRARIES, PeerLibrary, PeerSubject
 from benchmarks.peers.process import Peer, PeerError, check_python
 from benchmarks.reporting import plots
-from benchmarks.reporting.common_options import BENCHMARKS, ListOptions, list_option, names_of, numbers_of
+from benchmarks.reporting.common_options import BENCHMARKS, ListOptions, PeerPython, list_option, names_of, numbers_of
 from benchmarks.reporting.plots import Frame
 from benchmarks.reporting.study_report import Report
 from forerun.bench.contestants import Bench
@@ -53,12 +53,8 @@ class PeersOptions(ListOptions, OutputOptions):
     prompt_tokens: Annotated[str, list_option("Text", "Lengths of prompts.")] = "128"
     max_new_tokens: Annotated[int, option("--max-new-tokens", "-n", panel="Text", help="Per prompt.", min=2)] = 48
     rounds: Rounds = 5
-    peer_python: Annotated[
-        Path | None, option(panel="Output", help="The interpreter of the peers' environment; default: this one.")
-    ] = None
-    files: Annotated[Path, option(panel="Output", help="Folder of the GGUF files, which are kept.")] = Path(
-        "runs/files"
-    )
+    peer_python: PeerPython = None
+    files: Annotated[Path, option(panel="Output", help="Where the GGUF files are kept.")] = Path("runs/files")
     files_only: Annotated[bool, option("--files-only", panel="Output", help="Write the GGUF files; no speed.")] = False
     out: Out = Path("runs/peers")
     resume: Resume = False

@@ -14,6 +14,10 @@ T = TypeVar("T")
 BENCHMARKS = Path(__file__).parents[1]
 """The benchmarks' sources: turns of a journal are comparable only if these are unchanged."""
 
+PeerPython = Annotated[
+    Path | None, option(panel="Compared with", help="The interpreter of the peers' environment; default: this one.")
+]
+
 
 def list_option(panel: str, help: str, *flags: str) -> Any:  # noqa: A002
     return option(*flags, panel=panel, help=f"{help} Commas between.", metavar="LIST")

@@ -70,15 +70,11 @@ class ServingOptions(ListOptions, OutputOptions, SourceOptions, ModelOptions):
     concurrency: Annotated[str, list_option(_LOAD, "Clients that wait for their answers; 0 for none.")] = "1,4,16"
     rates: Annotated[str, list_option(_LOAD, "Requests per second that arrive by chance; 0 for none.")] = "4,16"
     requests: Annotated[int, option(panel=_LOAD, help="Of each load; four a client at least.", min=1)] = 32
-    long: Annotated[
-        int, option(panel=_LOAD, metavar="TOKENS", help="Prefill so many tokens beside streams.", min=0)
-    ] = 0
+    long: Annotated[int, option(panel=_LOAD, metavar="TOKENS", help="A long prompt beside streams.", min=0)] = 0
     rounds: Annotated[int, option(panel=_LOAD, help="Times each is measured.", min=1)] = 3
     tasks: Annotated[str | None, list_option("Text", "Those of tasks; default: all but copy.")] = None
     lengths: Annotated[str, list_option("Text", "Most tokens of answers; drawn for each request.")] = "32,64,128"
-    temperature: Annotated[
-        float, option("--temperature", "-t", panel="Text", help="Of every second turn through the tasks.", min=0.0)
-    ] = 0.8
+    temperature: Annotated[float, option("-t", "--temperature", panel="Text", help="Of half the turns.", min=0.0)] = 0.8
     seed: Annotated[int, option(panel="Text", help="Of what is drawn, and of the arrivals.")] = 0
     checks: Annotated[int, option(panel="Text", help="Greedy requests of a round to repeat alone.", min=0)] = 8
     resume: Annotated[bool, option("--resume", panel="Output", help="Keep the rounds that --out has.")] = False

@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.peers.process import Peer, check_python
-from benchmarks.reporting.common_options import ListOptions, list_option, names_of
+from benchmarks.reporting.common_options import ListOptions, PeerPython, list_option, names_of
 from benchmarks.reporting.study_report import Report, listing
 from forerun.bench.machine import Row
 from forerun.bench.report import pivot
@@ -50,18 +50,10 @@ class ActivationsOptions(ListOptions, OutputOptions):
     Writes JSON and Markdown after each file.
     """
 
-    model: Annotated[
-        list[str] | None, option("--model", "-m", panel="Model", help="A GGUF file; may be repeated.", metavar="FILE")
-    ] = None
+    model: Annotated[list[str] | None, option("--model", "-m", panel="Model", help="GGUF; may be repeated.")] = None
     activations: Annotated[str, list_option("Model", "Of int8, float32.")] = "float32,int8"
-    peer_python: Annotated[
-        Path | None,
-        option(panel="Model", help="llama.cpp as well, from the environment of this interpreter (llama-cpp-python)."),
-    ] = None
-    text: Annotated[
-        list[str] | None,
-        option("--text", panel="Text", help="A file to read; may be repeated. Else code, documentation and JSON."),
-    ] = None
+    peer_python: PeerPython = None
+    text: Annotated[list[str] | None, option(panel="Text", help="A file; may be repeated. Else three texts.")] = None
     tokens: Annotated[int, option(panel="Text", help="Of each text.", min=2)] = 3500
     out: Annotated[Path, option(panel="Output", help="Folder for the files.")] = Path("runs/activations")
 

@@ -48,9 +48,7 @@ class EditOptions(OutputOptions, ModelOptions):
     Speeds are those after the first token. Writes JSON, Markdown and plots.
     """
 
-    file: Annotated[
-        Path | None, option(panel="Text", help="The code; default: Python's bisect.py.", exists=True, dir_okay=False)
-    ] = None
+    file: Annotated[Path | None, option(panel="Text", help="Default: Python's bisect.py.", exists=True)] = None
     instruction: Annotated[str, option(panel="Text", help="What to change.")] = "Add type hints to this Python file."
     rounds: Rounds = 5
     max_new_tokens: MaxNewTokens = 512

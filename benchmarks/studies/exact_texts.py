@@ -44,9 +44,7 @@ class ExactTextsOptions(DebugOptions):
     out: Annotated[Path, typer.Option(help="JSON lines; what is in it is not run again.")]
     model: Model = BUNDLED
     dtype: Annotated[Literal["float32", "bfloat16", "float64"], typer.Option(help="Of the weights.")] = "bfloat16"
-    text: Annotated[Path | None, typer.Option(help="Where prompts are cut from; by default Python's own library.")] = (
-        None
-    )
+    text: Annotated[Path | None, typer.Option(help="Where prompts are cut from; else Python's library.")] = None
     max_new_tokens: Annotated[int, typer.Option(help="Per text.")] = 32
     cache_budget: Annotated[int, typer.Option(help="Tokens in a sparse cache.")] = 64
     prompts: Annotated[int, typer.Option(help="Of each length.")] = 1

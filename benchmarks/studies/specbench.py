@@ -54,15 +54,10 @@ class SpecBenchOptions(ListOptions, OutputOptions, SourceOptions, ModelOptions):
     the category's earlier questions. ``--every-node`` only counts tokens per step, unpruned.
     """
 
-    questions: Annotated[
-        Path | None, option("--questions", "-q", panel="Text", help="Spec-Bench's question.jsonl.", metavar="FILE")
-    ] = None
+    questions: Annotated[Path | None, option("--questions", "-q", panel="Text", help="Its question.jsonl.")] = None
     drafter: Drafters = None
     budget: Annotated[str, list_option("Model", "Most drafted tokens per step.")] = str(BUDGET)
-    every_node: Annotated[
-        bool,
-        option("--every-node", panel="Model", help="Score whole drafts, and count tokens per step instead of time."),
-    ] = False
+    every_node: Annotated[bool, option("--every-node", panel="Model", help="Score whole drafts; no times.")] = False
     limit: Annotated[int | None, option("--limit", panel="Text", help="Questions of a category.", min=1)] = None
     tasks: Annotated[bool, option("--tasks", panel="Text", help="The prompts of `tasks` as well.")] = False
     rounds: Annotated[int, option("--rounds", panel="Text", help="Times each is measured.", min=1)] = 1

@@ -14,7 +14,7 @@ from benchmarks.papers.lookahead_trie import RECIPES
 from benchmarks.peers.peer_libraries import PeerSubject, RunningPeers, check, running_peers
 from benchmarks.peers.process import check_python
 from benchmarks.reporting import plots
-from benchmarks.reporting.common_options import BENCHMARKS, SourceOptions
+from benchmarks.reporting.common_options import BENCHMARKS, PeerPython, SourceOptions
 from benchmarks.tasks.task_bench import TaskBench
 from benchmarks.tasks.task_prompts import Counts
 from benchmarks.tasks.task_sets import jobs_for
@@ -24,25 +24,13 @@ from forerun.bench.prompts_file import TemplateEncoder
 from forerun.bench.report import BenchResult, equality_table, speed_table, summarise, warnings, write
 from forerun.cli.bench import check_texts
 from forerun.cli.models import check_drafters, load_target
-from forerun.cli.options import (
-    DRAFTER_HELP,
-    MaxNewTokens,
-    ModelOptions,
-    Out,
-    OutputOptions,
-    Resume,
-    Rounds,
-    Skip,
-    flag_of,
-    option,
-)
+from forerun.cli.options import Drafters, MaxNewTokens, ModelOptions, Out, OutputOptions, Resume, Rounds, Skip, option
 from forerun.cli.terminal import progress_bar, show_report, stderr
 from forerun.core.long_context import LongContextConfig
 from forerun.models.forward.architecture import dtype_name
 from forerun.models.forward.inputs import position_limit
 from forerun.models.loading.load import BUNDLED, BUNDLED_DRAFT, load_draft
 
-_OTHERS = "Compared with"
 DRAFTERS = ("none", "auto", "lookup", "trie")  # those that are measured unless others are named
 
 
@@ -52,30 +40,18 @@ class TaskOptions(OutputOptions, SourceOptions, ModelOptions):
 
     Models with a chat template answer questions (maths, code, rag, summary, edit, table). Others continue texts (copy,
     json, rag, code, maths, prose). Contestants take turns in one process; medians count. Every drafter runs cold, the
-    trie also warm. Writes JSON, Markdown and plots.
+    trie also warm; default: none, auto, lookup, trie. Writes JSON, Markdown and plots.
     """
 
-    drafter: Annotated[
-        list[str] | None,
-        option(
-            "--drafter", "-d", panel="Model", help=f"{DRAFTER_HELP} May be repeated; default: {', '.join(DRAFTERS)}."
-        ),
-    ] = None
-    task: Annotated[
-        list[str] | None,
-        option("--task", "-k", panel="Text", help="One of those above; may be repeated; default: all."),
-    ] = None
+    drafter: Drafters = None
+    task: Annotated[list[str] | None, option("--task", "-k", panel="Text", help="Default: all.")] = None
     prompts: Annotated[int, option(panel="Text", help="Per task.", min=1)] = 4
     warm_prompts: Annotated[int, option(panel="Text", help="Answered before when warm.", min=0)] = 20
     rounds: Rounds = 5
     max_new_tokens: MaxNewTokens = 160
-    peers: Annotated[bool, option("--peers", panel=_OTHERS, help="openvino-genai and llama.cpp as well.")] = False
-    peer_python: Annotated[
-        Path | None, option(panel=_OTHERS, help="The interpreter of the peers' environment; default: this one.")
-    ] = None
-    gguf: Annotated[
-        Path | None, option(panel=_OTHERS, help="The GGUF file that the model came from, for the peers.")
-    ] = None
+    peers: Annotated[bool, option("--peers", panel="Compared with", help="OpenVINO and llama.cpp.")] = False
+    peer_python: PeerPython = None
+    gguf: Annotated[Path | None, option(panel="Compared with", help="The model's GGUF file, for the peers.")] = None
     skip: Skip = None
     out: Out = Path("runs/bench")
     resume: Resume = False
@@ -83,7 +59,7 @@ class TaskOptions(OutputOptions, SourceOptions, ModelOptions):
     def __post_init__(self) -> None:
         for name in ("gguf", "peer_python"):
             if getattr(self, name) is not None and not self.peers:
-                raise ValueError(f"{flag_of(name)} is for the peers; add --peers")
+                raise ValueError(f"--{name.replace('_', '-')} is for the peers; add --peers")
         check_python(self.peer_python)
         if self.gguf is not None and not self.gguf.is_file():
             raise ValueError(f"--gguf is {self.gguf}; there is no such file")

@@ -151,9 +151,7 @@ class EvaluateOptions(DebugOptions):
     """Evaluate a target and a draft on held-out texts and tasks."""
 
     books: Annotated[Path | None, typer.Option(help="A folder of .txt books not trained on.")] = None
-    maths: Annotated[
-        Path | None, typer.Option(help="The JSON-lines file given to training; its held-out part is used.")
-    ] = None
+    maths: Annotated[Path | None, typer.Option(help="JSON lines given to training; the held-out part.")] = None
     target: Annotated[Path | None, typer.Option(help="The target's folder; the bundled one by default.")] = None
     draft: Annotated[Path | None, typer.Option(help="The draft's folder; the bundled one by default.")] = None
     examples: Annotated[int, typer.Option(help="Examples of each task.")] = 20

@@ -150,18 +150,11 @@ def train_quick(out: Path, weights: Path, stop_after: int | None = None) -> None
 class TrainOptions(DebugOptions):
     """Train the bundled target and draft, or a hybrid out of the target."""
 
-    hybrid: Annotated[bool, typer.Option(help="Make a hybrid (LFM2) out of the bundled target, and nothing else.")] = (
-        False
-    )
+    hybrid: Annotated[bool, typer.Option(help="Make only a hybrid (LFM2) out of the bundled target.")] = False
     books: Annotated[Path | None, typer.Option(help="A folder of .txt books.")] = None
     maths: Annotated[Path | None, typer.Option(help="A JSON-lines file of {prompt, answer}.")] = None
-    out: Annotated[
-        Path | None, typer.Option(help=f"Where checkpoints and logs go; default {OUT}, if quick {OUT}/quick.")
-    ] = None
-    weights: Annotated[
-        Path | None,
-        typer.Option(help="Where models go; default the package, if quick or hybrid weights in --out."),
-    ] = None
+    out: Annotated[Path | None, typer.Option(help=f"Of checkpoints and logs; default {OUT} or below.")] = None
+    weights: Annotated[Path | None, typer.Option(help="Of models; default the package, or below --out.")] = None
     minutes: Annotated[float, typer.Option(help="Minutes for the target, of all threads.")] = 60.0
     draft_minutes: Annotated[float, typer.Option(help="Minutes for the draft.")] = 12.0
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2

@@ -52,18 +52,14 @@ class HeadOptions(DebugOptions):
     model: Annotated[str, typer.Option(help="The target: a folder, a GGUF file, or bundled.")]
     out: Annotated[Path, typer.Option(help="The head's folder; for mtp, of the target with its head.")]
     kind: Annotated[Kind, typer.Option(help="What to train.")] = Kind.EAGLE3
-    texts: Annotated[
-        Path | None, typer.Option(help="JSON lines of {prompt} or {prompt, answer}; else the model writes prompts too.")
-    ] = None
+    texts: Annotated[Path | None, typer.Option(help="JSON lines of {prompt}, perhaps {prompt, answer}.")] = None
     prompts: Annotated[int, typer.Option(help="Prompts that the model writes, without --texts.")] = 2000
     temperature: Annotated[float, typer.Option(help="Of the answers; 0 for greedy.")] = 0.8
     minutes: Annotated[float, typer.Option(help="Processor minutes of training, of all threads.")] = 60.0
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
     draft_vocab: Annotated[int, typer.Option(help="Tokens that it is trained on: the most frequent ones.")] = 8192
-    matrix: Annotated[
-        Matrix, typer.Option(help="EAGLE-3's output matrix: a private one for these tokens, or the target's, for all.")
-    ] = Matrix.OWN
+    matrix: Annotated[Matrix, typer.Option(help="EAGLE-3's output matrix: its own, or the target's.")] = Matrix.OWN
     ahead: Annotated[int, typer.Option(help="Steps of training-time test.")] = 3
     length: Annotated[int, typer.Option(help="Tokens of a prompt and answer that are used.")] = 384
     batch: Annotated[int, typer.Option(help="Answers of a step.")] = 4
