@@ -187,12 +187,9 @@ class LongBench:
         self._warm: set[str] = set()
 
     def run(
-        self,
-        prompts: Sequence[Sequence[Prefilled]],
-        contestants: Sequence[str],
-        settings: LongContextConfig,
+        self, prompts: Sequence[Sequence[Prefilled]], contestants: Sequence[str], settings: LongContextConfig,
         make: RequestMaker,
-    ) -> list[LongSeries]:
+    ) -> list[LongSeries]:  # fmt: skip
         """Measure plain decoding and the named drafters after each prompt, which is a row or a batch of rows."""
         names = [PLAIN, *(name for name in contestants if name != PLAIN)]
         found = {name: LongSeries(name) for name in names}

@@ -93,13 +93,9 @@ class UnverifiedDecoder:
 
 
 def run(
-    bench: LongBench,
-    haystack: Haystack,
-    prefilled: Prefilled,
-    lossless: Sequence[str],
-    settings: LongContextConfig,
+    bench: LongBench, haystack: Haystack, prefilled: Prefilled, lossless: Sequence[str], settings: LongContextConfig,
     tokens: int,
-) -> list[Row]:
+) -> list[Row]:  # fmt: skip
     """Return the accuracy and seconds per token of plain decoding, lossless drafters and every sparse cache alone.
     ``tokens`` are generated per question, and should begin with the answer."""
     rows = [

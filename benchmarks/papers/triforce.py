@@ -10,18 +10,8 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-from benchmarks.long_context import needles
-from benchmarks.long_context.long_bench import (
-    PLAIN,
-    LongBench,
-    LongSeries,
-    Prefilled,
-    combine,
-    prefill,
-    sampled,
-    shortened,
-    summarise,
-)
+from benchmarks.long_context import long_bench, needles
+from benchmarks.long_context.long_bench import PLAIN, LongBench, LongSeries, Prefilled, prefill, sampled, summarise
 from benchmarks.long_context.needles import Haystack
 from benchmarks.long_context.texts import Texts
 from benchmarks.reporting import plots
@@ -149,9 +139,11 @@ class TriforceBench:
             prompt = self._read(index, longest)
             for case, series in found.items():
                 say(f"prompt {index + 1}: {case.context:,} tokens, T {case.temperature:g}")
-                cut = shortened(self.bench.engine, prompt, case.context)
+                cut = long_bench.shortened(self.bench.engine, prompt, case.context)
                 series.append(self._run([cut], case.temperature, self.settings))
-            rows = [row for case, series in found.items() for row in summarise(combine(series), **case._asdict())]
+            rows = [
+                row for case, series in found.items() for row in summarise(long_bench.combine(series), **case._asdict())
+            ]
             if "temperatures" in parts:
                 mine = [row for row in rows if row["context"] == longest and row["temperature"] in temperatures]
                 report_temperatures(self.report, mine)

@@ -18,12 +18,13 @@ from benchmarks.peers.model_files import FORMATS, SHAPES, UNQUANTISED, ModelFile
 from benchmarks.peers.peer_libraries import LIBRARIES, PeerLibrary, PeerSubject
 from benchmarks.peers.process import Peer, PeerError, check_python
 from benchmarks.reporting import plots
-from benchmarks.reporting.common_options import BENCHMARKS, ListOptions, PeerPython, list_option, names_of, numbers_of
+from benchmarks.reporting.common_options import ListOptions, PeerPython, list_option, names_of, numbers_of
 from benchmarks.reporting.plots import Frame
 from benchmarks.reporting.study_report import Report
+from benchmarks.reporting.turns import journal_of
 from forerun.bench.contestants import Bench
 from forerun.bench.disturbance import BUSY
-from forerun.bench.journal import Journal, about
+from forerun.bench.journal import Journal
 from forerun.bench.machine import Row
 from forerun.bench.report import pivot
 from forerun.bench.rounds import Contestant, Series, Tokens, measure
@@ -81,8 +82,7 @@ def run(options: PeersOptions) -> None:
     made = {kind: files.find(kind) for kind in kinds}
     if options.files_only:
         return
-    shared = about(str(files.find(UNQUANTISED)), ", ".join(kinds), "cpu", BENCHMARKS)
-    journal = Journal(options.out / "peers-turns.jsonl", shared, options.resume)
+    journal = journal_of(options, "peers", str(files.find(UNQUANTISED)), ", ".join(kinds), "cpu")
     title = f"{files.folder.name} in Forerun and other engines ({date.today().isoformat()})"
     report = Report.of(title, options, "peers", model=files.folder.name, peer_python=None, files=None)
     rows, said = list[Row](), dict[str, None]()
@@ -132,12 +132,9 @@ def openvino(subject: PeerSubject, folder: Path, python: str) -> Peer:
 
 
 def measured(
-    found: Mapping[str, Contestant],
-    kind: str,
-    options: PeersOptions,
-    journal: Journal,
+    found: Mapping[str, Contestant], kind: str, options: PeersOptions, journal: Journal,
     progress: Callable[[int, int], None],
-) -> Iterator[list[Row]]:
+) -> Iterator[list[Row]]:  # fmt: skip
     lengths = sorted(options.lengths)
     for done, length in enumerate(lengths):
         progress(done, len(lengths))

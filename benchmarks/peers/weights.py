@@ -35,12 +35,9 @@ def check(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Pa
 
 
 def write(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    file: Path,
-    source: Path | None = None,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, file: Path, source: Path | None = None,
     dtype: torch.dtype | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Write the model with its exact weights, or rounded to ``dtype``; raise ValueError if ``source`` is of another
     model.
 

@@ -11,8 +11,6 @@ from typing import Annotated, Any, Generic, TypeVar
 from forerun.cli.options import Raw, flag_of, option
 
 T = TypeVar("T")
-BENCHMARKS = Path(__file__).parents[1]
-"""The benchmarks' sources: turns of a journal are comparable only if these are unchanged."""
 
 PeerPython = Annotated[
     Path | None, option(panel="Compared with", help="The interpreter of the peers' environment; default: this one.")

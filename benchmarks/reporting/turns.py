@@ -1,11 +1,20 @@
-"""Interleaved rounds of anything that can be run; ``forerun.bench.rounds`` has those of contestants that decode."""
+"""Interleaved rounds of anything that can be run, and journals of turns; ``forerun.bench.rounds`` has contestants."""
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
+from forerun.bench.journal import Journal, about
 from forerun.bench.rounds import rotated
 
 K, T = TypeVar("K"), TypeVar("T")
+BENCHMARKS = Path(__file__).parents[1]
+"""The benchmarks' sources: turns of a journal are comparable only if these are unchanged."""
+
+
+def journal_of(options: Any, name: str, model: str, dtype: str, device: str, **more: Any) -> Journal:
+    """Open a command's journal in ``--out``; with ``--resume``, raise ValueError if it is of other sources or values."""
+    return Journal(options.out / f"{name}-turns.jsonl", about(model, dtype, device, BENCHMARKS) | more, options.resume)
 
 
 def in_turns(

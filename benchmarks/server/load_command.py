@@ -17,22 +17,16 @@ from transformers import PreTrainedTokenizerBase
 
 from benchmarks.long_context.texts import Texts
 from benchmarks.peers import weights
-from benchmarks.reporting.common_options import (
-    BENCHMARKS,
-    ListOptions,
-    SourceOptions,
-    list_option,
-    names_of,
-    numbers_of,
-)
+from benchmarks.reporting.common_options import ListOptions, SourceOptions, list_option, names_of, numbers_of
 from benchmarks.reporting.study_report import Report
+from benchmarks.reporting.turns import journal_of
 from benchmarks.server import load_report, servers
 from benchmarks.server.client import Level, LoadRequest, mixed
 from benchmarks.server.load_bench import Round, ServeBench
 from benchmarks.server.servers import ServedModel, ServerContestant
 from benchmarks.tasks.task_prompts import LackingError, Tasks, check_names
 from benchmarks.tasks.task_sets import tasks_for
-from forerun.bench.journal import Journal, Turn, about
+from forerun.bench.journal import Turn
 from forerun.bench.prompts_file import TemplateEncoder, check_length
 from forerun.cli.commands import FAILED
 from forerun.cli.models import encoder as plain_encoder
@@ -109,8 +103,7 @@ def run(options: ServingOptions) -> None:
         load_report.fill(report, turns, rounds, whole)
         report.save()
 
-    shared = about(options.model, subject.dtype, subject.device, BENCHMARKS)
-    journal = Journal(options.out / "serve-turns.jsonl", shared, options.resume)
+    journal = journal_of(options, "serve", options.model, subject.dtype, subject.device)
     start = partial(servers.started, chats=subject.chats, logs=options.out / "logs")
     turns = ServeBench(contestants, rounds, start, journal, save).run()
     report.end()

@@ -15,19 +15,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks.papers.lookahead_trie import RECIPES
 from benchmarks.reporting import plots
-from benchmarks.reporting.common_options import (
-    BENCHMARKS,
-    ListOptions,
-    SourceOptions,
-    json_lines,
-    list_option,
-    numbers_of,
-)
+from benchmarks.reporting.common_options import ListOptions, SourceOptions, json_lines, list_option, numbers_of
 from benchmarks.reporting.study_report import Report, listing
+from benchmarks.reporting.turns import journal_of
 from benchmarks.tasks.task_prompts import Counts
 from benchmarks.tasks.task_sets import jobs_for
 from forerun.bench.contestants import Bench, Makers, timed
-from forerun.bench.journal import Journal, TurnKey, about
+from forerun.bench.journal import Journal, TurnKey
 from forerun.bench.machine import Row
 from forerun.bench.prompts_file import TemplateEncoder
 from forerun.bench.report import pivot, summarise
@@ -147,13 +141,9 @@ def _question(place: str, row: Any) -> tuple[str, list[str]]:
 
 
 def prompt_set(
-    category: str,
-    questions: Sequence[Sequence[str]],
-    encoder: TemplateEncoder,
-    answer: Callable[[Tokens], str],
-    max_new_tokens: int,
-    positions: int | None = None,
-) -> PromptSet:
+    category: str, questions: Sequence[Sequence[str]], encoder: TemplateEncoder, answer: Callable[[Tokens], str],
+    max_new_tokens: int, positions: int | None = None,
+) -> PromptSet:  # fmt: skip
     """Return the prompts of all turns of a category's questions. A second turn follows the model's ``answer`` to the
     first; a question ends before the turn that exceeds the model's ``positions``."""
     prompts: list[Tokens] = []
@@ -178,22 +168,25 @@ def run(options: SpecBenchOptions) -> None:
     model, tokenizer = load_target(options)
     encoder, positions = TemplateEncoder(tokenizer, options.raw), position_limit(model)
     bench, dtype = SpecBench(model, tokenizer, options), dtype_name(model)
-    tasks = _tasks(options, encoder, positions)
+    tasks = dict[str, PromptSet]()
+    if options.tasks:
+        counts = Counts(options.limit or TASK_PROMPTS, 0, options.max_new_tokens)
+        jobs, _ = jobs_for(None, options, encoder, counts, positions)
+        tasks = {name: replace(job, task=name) for job in jobs for name in (f"{job.task} (task)",)}
     alike = {name: getattr(options, name) for name in ("every_node", "rounds", "temperature", "budget")}
-    shared = about(options.model, dtype, str(model.device), BENCHMARKS) | alike
-    journal = Journal(options.out / "specbench-turns.jsonl", shared, options.resume)
+    journal = journal_of(options, "specbench", options.model, dtype, str(model.device), **alike)
     report = Report.of("Tokens per step by category", options, "specbench", dtype=dtype)
     groups = {"all of Spec-Bench": list(questions), "all tasks": list(tasks)}
     measured: dict[str, list[Series]] = {}
     left_out: list[Row] = []
-    without = [name for name in bench.of_transformers() if name in bench.refused]
-    if refused := [{"name": name, "why": bench.refused[name]} for name in without]:
+    theirs = bench.of_transformers()
+    if refused := [{"name": name, "why": why} for name, why in bench.refused.items() if name in theirs]:
         report.add("not measured", "Not measured", refused, listing(refused, {"name": "contestant", "why": "why"}))
     for category in [*questions, *tasks]:
         say(f"{category}, {len(measured) + 1} of {len(questions) + len(tasks)} categories")
-        job = tasks.get(category) or prompt_set(
-            category, questions[category], encoder, bench.answer, options.max_new_tokens, positions
-        )
+        job = tasks.get(category)
+        if job is None:
+            job = prompt_set(category, questions[category], encoder, bench.answer, options.max_new_tokens, positions)
         if category in questions and (lacking := sum(map(len, questions[category])) - len(job.prompts)):
             left_out.append({"category": category, "turns": lacking})
             said = f"Turns that are left out, as the model has {positions:,} positions."
@@ -207,24 +200,13 @@ def run(options: SpecBenchOptions) -> None:
     check_texts(bench.engine.exactness, rows)
 
 
-def _tasks(options: SpecBenchOptions, encoder: TemplateEncoder, positions: int | None) -> dict[str, PromptSet]:
-    if not options.tasks:
-        return {}
-    jobs, _ = jobs_for(
-        None, options, encoder, Counts(options.limit or TASK_PROMPTS, 0, options.max_new_tokens), positions
-    )
-    return {name: replace(job, task=name) for job in jobs for name in (f"{job.task} (task)",)}
-
-
 def _measured(bench: SpecBench, job: PromptSet, journal: Journal) -> list[Series]:
     """Return a category's runs, from the journal or measured as a whole, since drafters keep what they index."""
     key, names = TurnKey.of(job.task, 0, job.prompts, job.max_new_tokens), list(bench.contestants(job))
     turn = journal.find(key, names)
     if turn is None:
-        turn = {
-            one.contestant: {"runs": [[asdict(run) for run in runs] for runs in one.runs]}
-            for one in bench.category(job)
-        }
+        found = bench.category(job)
+        turn = {one.contestant: {"runs": [[asdict(run) for run in runs] for runs in one.runs]} for one in found}
         journal.add(key, turn)
     return [Series(name, job.task, [[Run(**run) for run in runs] for runs in turn[name]["runs"]]) for name in names]
 
@@ -252,10 +234,8 @@ def _fill(report: Report, measured: Mapping[str, list[Series]], timed: bool) -> 
     for name, (heading, column, shape) in tables.items():
         cells = pivot(rows, "contestant", "task", lambda row, c=column, s=shape: s.format(row[c]))
         report.add(name, heading, rows if name == "tokens" else (), cells)
-        spread = [
-            row | {each: row[column] * row[each] / row["tokens_per_second"] for each in ("slowest", "fastest")}
-            for row in rows
-        ]
+        ends = ("slowest", "fastest")
+        spread = [row | {each: row[column] * row[each] / row["tokens_per_second"] for each in ends} for row in rows]
         groups, bars = plots.grouped(spread, lambda row: str(row["task"]), column)
         if name == "tokens":  # every round has as many
             bars = [replace(line, low=(), high=()) for line in bars]

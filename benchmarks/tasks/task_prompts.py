@@ -36,12 +36,9 @@ def check_names(names: Iterable[str], tasks: Tasks) -> None:
 
 
 def build_jobs(
-    names: Sequence[str],
-    tasks: Tasks,
-    encode: Callable[[Prompt], list[int]],
-    counts: Counts,
+    names: Sequence[str], tasks: Tasks, encode: Callable[[Prompt], list[int]], counts: Counts,
     positions: int | None = None,
-) -> tuple[list[PromptSet], dict[str, str]]:
+) -> tuple[list[PromptSet], dict[str, str]]:  # fmt: skip
     """Return the jobs that can be built, and why the others cannot; raise ValueError for an unknown name, or a prompt
     too long for the model's ``positions``."""
     check_names(names, tasks)

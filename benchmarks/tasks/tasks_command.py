@@ -14,11 +14,11 @@ from benchmarks.papers.lookahead_trie import RECIPES
 from benchmarks.peers.peer_libraries import PeerSubject, RunningPeers, check, running_peers
 from benchmarks.peers.process import check_python
 from benchmarks.reporting import plots
-from benchmarks.reporting.common_options import BENCHMARKS, PeerPython, SourceOptions
+from benchmarks.reporting.common_options import PeerPython, SourceOptions
+from benchmarks.reporting.turns import journal_of
 from benchmarks.tasks.task_bench import TaskBench
 from benchmarks.tasks.task_prompts import Counts
 from benchmarks.tasks.task_sets import jobs_for
-from forerun.bench.journal import Journal, about
 from forerun.bench.machine import Row, footer, plain_values
 from forerun.bench.prompts_file import TemplateEncoder
 from forerun.bench.report import BenchResult, equality_table, speed_table, summarise, warnings, write
@@ -99,8 +99,7 @@ def run(options: TaskOptions) -> None:
         long, drafters = LongContextConfig(draft_model=draft), options.drafter or DRAFTERS
         bench = TaskBench(target, drafters, long, tokenizer, options.skip or (), others=peers.contestants)
         bench.check_skip(jobs)
-        shared = about(options.model, dtype, str(target.device), BENCHMARKS) | {"peers": peers.notes}
-        journal = Journal(options.out / "speed-turns.jsonl", shared, options.resume)  # begun when nothing is wrong
+        journal = journal_of(options, "speed", options.model, dtype, str(target.device), peers=peers.notes)
         result = TaskResult([], settings, skipped | peers.absent | bench.refused, peers.notes)
         decode = partial(tokenizer.decode, skip_special_tokens=True)
         with progress_bar(stderr(), "measuring") as progress:

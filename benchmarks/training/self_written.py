@@ -67,14 +67,9 @@ def write_prompts(engine: Engine, tokenizer: PreTrainedTokenizerBase, count: int
 
 
 def write_answers(
-    engine: Engine,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
-    file: Path,
-    *,
-    max_new_tokens: int,
+    engine: Engine, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], file: Path, *, max_new_tokens: int,
     temperature: float,
-) -> dict[str, str]:
+) -> dict[str, str]:  # fmt: skip
     """Return the answer to each prompt; greedy at temperature 0."""
     answers = {row["prompt"]: row["answer"] for row in read_rows(file)}
     missing = [prompt for prompt in dict.fromkeys(prompts) if prompt not in answers]

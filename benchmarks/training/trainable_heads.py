@@ -91,14 +91,9 @@ class TrainableHead(nn.Module):
     feeds_normed: bool  # whether later steps run over normalised output
 
     def __init__(
-        self,
-        target: PreTrainedModel,
-        known: torch.Tensor,
-        layers: Sequence[int],
-        frozen: bool,
-        eps: float,
+        self, target: PreTrainedModel, known: torch.Tensor, layers: Sequence[int], frozen: bool, eps: float,
         more: dict[str, Any],
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         base = target.config.get_text_config(decoder=True)
         size, heads = int(base.hidden_size), int(base.num_attention_heads)
@@ -138,14 +133,9 @@ class TrainableHead(nn.Module):
         raise NotImplementedError
 
     def losses(
-        self,
-        states: torch.Tensor,
-        embeddings: torch.Tensor,
-        last: torch.Tensor,
-        mask: torch.Tensor,
-        head: torch.Tensor,
-        ahead: int,
-    ) -> tuple[torch.Tensor, list[float]]:
+        self, states: torch.Tensor, embeddings: torch.Tensor, last: torch.Tensor, mask: torch.Tensor,
+        head: torch.Tensor, ahead: int,
+    ) -> tuple[torch.Tensor, list[float]]:  # fmt: skip
         """Return the weighted loss of all steps, and how often each step's best token is the target's.
 
         Args:
