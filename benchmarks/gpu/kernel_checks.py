@@ -33,8 +33,8 @@ def attention(shape: ModelShape, context: int, sizes: Sequence[int], dtype: torc
     size, count = shape.head_dim, max(sizes)
     text = _random(2, shape.kv_heads, context + count, size).to(device, dtype)
     q = _random(1, shape.heads, count, size).to(device, dtype)
-    whole = _attend(q, text, context)
-    same = all(torch.equal(_attend(q[:, :, :n].contiguous(), text, context), whole[:, :, :n]) for n in sizes)
+    whole = attention_call(q, *text, context)()
+    same = all(torch.equal(attention_call(q[:, :, :n].contiguous(), *text, context)(), whole[:, :, :n]) for n in sizes)
     keys, values = text[:, None].double().repeat_interleave(shape.heads // shape.kv_heads, 2)
     seen = torch.ones(count, context + count, dtype=torch.bool, device=device).tril(context)
     right = functional.scaled_dot_product_attention(q.double(), keys, values, seen, scale=size**-0.5)
@@ -107,11 +107,6 @@ def _convolve(inputs: Sequence[torch.Tensor], parents: IntArray) -> torch.Tensor
     first = len(before)
     above = torch.from_numpy(np.concatenate((np.arange(-1, first - 1), parents + first))).to(tokens.device)
     return convolve(torch.cat((before, tokens)), weights, None, above, first)
-
-
-def _attend(q: torch.Tensor, text: torch.Tensor, context: int) -> torch.Tensor:
-    """Attend from queries ``[1, H, n, d]`` to ``context`` tokens of ``[2, Hkv, room, d]`` and themselves."""
-    return attention_call(q, *text, context)()
 
 
 def attention_call(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -35,14 +36,12 @@ def machine(bench: GpuBench) -> Iterator[Row]:
     trivial = bench.device_seconds(partial(number.add_, 1), TRIVIAL_KERNELS)
     yield {"what": "a kernel in a graph", "microseconds": 1e6 * trivial}
     size = 2 * bench.buffer
-    for what, pin in (("torch's pinned memory", _pinned), ("pages registered after they were written", _registered)):
+    pinned = partial(torch.empty, size, dtype=torch.uint8, pin_memory=bench.on_gpu)
+    registered = partial(_registered, size, bench.on_gpu)
+    for what, pin in (("torch's pinned memory", pinned), ("pages registered after they were written", registered)):
         began = time.perf_counter()
-        pin(size, bench.on_gpu)
+        pin()
         yield {"what": what, "gigabytes": size / 1e9, "seconds": time.perf_counter() - began}
-
-
-def _pinned(size: int, on_gpu: bool) -> None:
-    torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
 
 
 def _registered(size: int, on_gpu: bool) -> None:
@@ -107,10 +106,7 @@ def kernels(bench: GpuBench) -> Iterator[Row]:
 
 def _decoded(bench: GpuBench, name: str, context: int, seconds: float) -> Row:
     """Return plain decoding's bytes a token and share of the bandwidth."""
-    shape = bench.shapes[name]
-    sizes = ModelShape(
-        bench.whole_layers, shape.hidden, shape.intermediate, shape.heads, shape.kv_heads, shape.vocabulary
-    )
+    sizes = replace(bench.shapes[name], layers=bench.whole_layers)
     nbytes = sizes.read_weights * bench.dtype.itemsize + sizes.token_kv_bytes * context
     return {
         "model": name, "context": context, "milliseconds": 1000 * seconds, "gigabytes": nbytes / 1e9,
@@ -160,9 +156,8 @@ def _products(bench: GpuBench, shape: ModelShape) -> Iterator[Row]:
         "gate and up": (2 * shape.intermediate, shape.hidden), "down": (shape.hidden, shape.intermediate),
     }  # fmt: skip
     for name, size in sizes.items():
-        weights = [
-            torch.randn(*size, dtype=bench.dtype, device=bench.device) for _ in range(3)
-        ]  # more than an L2 holds
+        # more than an L2 holds
+        weights = [torch.randn(*size, dtype=bench.dtype, device=bench.device) for _ in range(3)]
         x = torch.randn(max(bench.passes), size[1], dtype=bench.dtype, device=bench.device)
         for who, product in (("ours", linear.sums), ("library, 64 rows", linear.padded)):
 

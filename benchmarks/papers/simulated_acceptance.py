@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -41,17 +42,17 @@ def random_prompt(
     cache = cache or FullCache(length + room)
     layers = list(sample.layers)
     cache.addressed(layers, sample.read(layers[0], 0, 1)[0], 0)  # all layers' memory in one piece, as passes want it
+
+    def rows(layer: int, count: int) -> Any:
+        like = sample.read(layer, 0, 1)
+        return tuple(torch.randn(*t.shape[:2], count, t.shape[3], dtype=t.dtype, device=t.device) for t in like)
+
     most = max(READ, length // 8) if cache.offloaded else READ  # each part of an offloaded one brings all before it in
     while cache.length < length - 1:  # in parts: all at once would take twice the memory
         count = min(most, length - 1 - cache.length)
-        cache.extend({layer: _random_rows(sample, layer, count) for layer in sample.layers})
+        cache.extend({layer: rows(layer, count) for layer in sample.layers})
     cache.specs = sample.specs
     return Prefilled(tokens.tolist(), cache, queries=sample.queries)
-
-
-def _random_rows(sample: FullCache, layer: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    keys, values = sample.read(layer, 0, 1)
-    return tuple(torch.randn(*t.shape[:2], count, t.shape[3], dtype=t.dtype, device=t.device) for t in (keys, values))  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,7 @@ def simulated(acceptance: float, small_acceptance: float, new_tokens: int, vocab
 
     def make(engine: Engine, tokens: Tokens, contestant: str) -> Request:
         levels = (small_acceptance,) if contestant == "streaming" else (acceptance, small_acceptance)
-        return Request(
-            tokens,
-            new_tokens,
-            sampler=SimulatedSampler("coupled", len(tokens) << 8, agreement=levels, vocabulary=vocabulary),
-        )
+        sampler = SimulatedSampler("coupled", len(tokens) << 8, agreement=levels, vocabulary=vocabulary)
+        return Request(tokens, new_tokens, sampler=sampler)
 
     return make

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from benchmarks.long_context import long_bench, needles
 from benchmarks.long_context.long_bench import PLAIN, LongBench, LongSeries, Prefilled, prefill, sampled, summarise
@@ -108,13 +108,6 @@ def _check_positions(options: TriforceOptions, limit: int | None) -> None:
         )
 
 
-class Case(NamedTuple):
-    """One measurement with single rows."""
-
-    context: int
-    temperature: float
-
-
 @dataclass(frozen=True)
 class TriforceBench:
     """The parts, each of which adds to the report."""
@@ -130,20 +123,20 @@ class TriforceBench:
     def alone(self, parts: Collection[str]) -> None:
         """Measure single rows: the longest context at all temperatures, then the shorter ones."""
         longest, temperatures = self.options.longest, self.options.heats
-        cases = [Case(longest, temperature) for temperature in temperatures] if "temperatures" in parts else []
+        cases = [(longest, temperature) for temperature in temperatures] if "temperatures" in parts else []
         if "contexts" in parts:  # long ones first, because cutting a cache loses its end
-            cases += [Case(context, 0.0) for context in sorted(self.options.lengths, reverse=True)]
-        found: dict[Case, list[list[LongSeries]]] = {case: [] for case in cases}
+            cases += [(context, 0.0) for context in sorted(self.options.lengths, reverse=True)]
+        found: dict[tuple[int, float], list[list[LongSeries]]] = {case: [] for case in cases}
         for index in range(self.options.prompts):
             say(f"prefilling prompt {index + 1} of {self.options.prompts}: {longest:,} tokens")
             prompt = self._read(index, longest)
-            for case, series in found.items():
-                say(f"prompt {index + 1}: {case.context:,} tokens, T {case.temperature:g}")
-                cut = long_bench.shortened(self.bench.engine, prompt, case.context)
-                series.append(self._run([cut], case.temperature, self.settings))
-            rows = [
-                row for case, series in found.items() for row in summarise(long_bench.combine(series), **case._asdict())
-            ]
+            for (context, temperature), series in found.items():
+                say(f"prompt {index + 1}: {context:,} tokens, T {temperature:g}")
+                cut = long_bench.shortened(self.bench.engine, prompt, context)
+                series.append(self._run([cut], temperature, self.settings))
+            rows = list[Row]()
+            for (context, temperature), series in found.items():
+                rows += summarise(long_bench.combine(series), context=context, temperature=temperature)
             if "temperatures" in parts:
                 mine = [row for row in rows if row["context"] == longest and row["temperature"] in temperatures]
                 report_temperatures(self.report, mine)
@@ -195,7 +188,10 @@ class TriforceBench:
 
 def run(options: TriforceOptions) -> None:
     plots.check()
-    parts, named = options.names, _named(options)
+    parts, named = options.names, options.named
+    check_drafters(named, options)
+    if set(named) == {PLAIN}:
+        raise ValueError("--drafters is 'none', which is measured in any case; name others to compare with it")
     model, tokenizer = load_stretched(options)
     _check_positions(options, position_limit(model))
     texts = Texts.read(options.text or (), encoder(tokenizer))
@@ -240,21 +236,13 @@ def _check_texts(options: TriforceOptions, texts: Texts, parts: Sequence[str]) -
                 texts.tokens(row, length)
 
 
-def _named(options: TriforceOptions) -> list[str]:
-    check_drafters(options.named, options)
-    if set(options.named) == {PLAIN}:
-        raise ValueError("--drafters is 'none', which is measured in any case; name others to compare with it")
-    return options.named
-
-
 def report_temperatures(report: Report, rows: Sequence[Row]) -> None:
     """Add table 2."""
-    heading = f"Speed-up, and acceptance in brackets, by temperature at {rows[0]['context']:,} tokens"
+    at = f"at {rows[0]['context']:,} tokens"
+    heading = f"Speed-up, and acceptance in brackets, by temperature {at}"
     _add(report, "temperatures", heading, rows, rows, {"temperature": "temperature", **COLUMNS})
-    _lines(report, "temperatures", f"Speed-up of decoding at {rows[0]['context']:,} tokens", "temperature", rows)
-    frame = Frame(
-        f"Acceptance at {rows[0]['context']:,} tokens", "temperature", "accepted per tested draft", share=True
-    )
+    _lines(report, "temperatures", f"Speed-up of decoding {at}", "temperature", rows)
+    frame = Frame(f"Acceptance {at}", "temperature", "accepted per tested draft", share=True)
     report.lines("acceptance", frame, plots.by(drafted(rows), "contestant", "temperature", "acceptance"))
 
 
@@ -295,23 +283,19 @@ def _add(
     down: str = "contestant", across: str = "temperature",
 ) -> None:  # fmt: skip
     """Add a table of speed-ups, one of all columns, and whether outputs are equal."""
-    report.add(name, heading, rows, pivot(shown, down, across, speed_cell), listing(rows, columns), equality(rows))
+    equality, parted = "Every output equals that of plain decoding.\n", sum(row["same_output"] < 1 for row in rows)
+    if parted:
+        equality = (
+            f"In {parted} of {len(rows)} rows an output differs from that of plain decoding. Rounding does that where "
+            "two tokens are nearly as good; `forerun audit` tells whether it was that.\n"
+        )
+    report.add(name, heading, rows, pivot(shown, down, across, speed_cell), listing(rows, columns), equality)
 
 
 def _lines(report: Report, name: str, title: str, x: str, rows: Sequence[Row]) -> None:
     axis = {"context": "context, tokens"}.get(x, x)
     frame = Frame(title, axis, "speed-up over plain decoding", log=x == "context", reference=1)
     report.lines(name, frame, plots.by(drafted(rows), "contestant", x, "speed_up", ("slowest", "fastest")))
-
-
-def equality(rows: Sequence[Row]) -> str:
-    parted = sum(row["same_output"] < 1 for row in rows)
-    if not parted:
-        return "Every output equals that of plain decoding.\n"
-    return (
-        f"In {parted} of {len(rows)} rows an output differs from that of plain decoding. Rounding does that where two "
-        "tokens are nearly as good; `forerun audit` tells whether it was that.\n"
-    )
 
 
 def drafted(rows: Sequence[Row]) -> list[Row]:

@@ -13,7 +13,7 @@ BENCHMARKS = Path(__file__).parents[1]
 
 
 def journal_of(options: Any, name: str, model: str, dtype: str, device: str, **more: Any) -> Journal:
-    """Open a command's journal in ``--out``; with ``--resume``, raise ValueError if it is of other sources or values."""
+    """Open a command's journal in ``--out``; with ``--resume``, raise ValueError if it has other sources or values."""
     return Journal(options.out / f"{name}-turns.jsonl", about(model, dtype, device, BENCHMARKS) | more, options.resume)
 
 

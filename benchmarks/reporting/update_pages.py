@@ -73,7 +73,7 @@ def speed_table(reports: dict[str, Path]) -> str:
 
 def _speed(row: Row) -> str:
     if row["speed_up"] is None:
-        raise ValueError(f"{row['contestant']}: the machine was busy while {row['task']} was measured; measure it anew")
+        raise ValueError(f"{row['contestant']}: the machine was busy while {row['task']} was measured")
     ratio = "" if row["contestant"] == BASELINE else f" ({row['speed_up']:.1f}x)"
     return f"{row['tokens_per_second']:.0f}{ratio}"
 

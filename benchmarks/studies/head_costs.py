@@ -35,7 +35,7 @@ from forerun.kv.full_cache import FullCache
 from forerun.models.forward import gate
 from forerun.models.forward.scorer import Scorer
 from forerun.models.forward.static_lists import LISTED_TOKENS
-from forerun.models.heads.head import Growth, Head, HeadSequence
+from forerun.models.heads.head import Growth, Head
 from forerun.models.heads.loading import load_head
 from forerun.models.heads.shortlist import OWN_TOKENS, Shortlist
 
@@ -105,15 +105,11 @@ class HeadCosts:
         self.head.output.shorten(np.arange(LISTED_TOKENS + NAMED_TOKENS))
         self._rng = np.random.default_rng(0)
         self._tokens = self._rng.integers(0, shape.vocabulary, CONTEXT + 1)
-        self._sequence, self._end = self._read_sequence(), CONTEXT
+        self._sequence, self._end = self.head.open(FullCache()), CONTEXT
+        self.head.record(self._sequence, self._tokens, 0, self._states(CONTEXT))
+        self.head.read([self._sequence])
         self.shortlist = Shortlist(self.head.output)
         self.shortlist.add(np.arange(shape.vocabulary - OWN_TOKENS // 2, shape.vocabulary))
-
-    def _read_sequence(self) -> HeadSequence:
-        sequence = self.head.open(FullCache())
-        self.head.record(sequence, self._tokens, 0, self._states(CONTEXT))
-        self.head.read([sequence])
-        return sequence
 
     def _states(self, count: int) -> torch.Tensor:
         return torch.randn(count, 3 * self.shape.hidden, dtype=torch.float32)

@@ -90,10 +90,6 @@ class Corpus:
         size = len(self.tokenizer)
         return frozenset(i for i in range(size) if fits(self.tokenizer.decode([i])))
 
-    def joint(self, before: int, token: int) -> bool:
-        """Return whether ``token`` closes a value, or starts the next part of an answer."""
-        return token in self.closers or before in self.openers
-
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
 
@@ -110,9 +106,8 @@ def build(material: Material, tokenizer: PreTrainedTokenizerFast) -> Corpus:
 def _stream(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:
     ids: list[int] = []
     for i in range(0, len(texts), _ENCODE_CHUNK):
-        for encoding in tokenizer.backend_tokenizer.encode_batch(
-            texts[i : i + _ENCODE_CHUNK], add_special_tokens=False
-        ):
+        some = texts[i : i + _ENCODE_CHUNK]
+        for encoding in tokenizer.backend_tokenizer.encode_batch(some, add_special_tokens=False):
             ids.extend(encoding.ids)
     return torch.tensor(ids, dtype=torch.int32)
 
@@ -178,7 +173,7 @@ def _packed(corpus: Corpus, kind: str, length: int, rng: Random) -> Row:
         packed.add(answer, in_answer)
         if kind in ("table", "rag"):
             for i in range(middle, len(packed)):
-                if corpus.joint(packed.tokens[i - 1], packed.tokens[i]):
+                if packed.tokens[i] in corpus.closers or packed.tokens[i - 1] in corpus.openers:
                     packed.weights[i] = JOINT_WEIGHT
         for first, last in _places(corpus, task):
             packed.sources.append(Source(middle - 1, len(packed), begin + first, begin + last))

@@ -40,10 +40,8 @@ class Evaluator:
     examples: int
 
     def answer(self, prompt: str, max_new_tokens: int) -> list[int]:
-        ids = torch.tensor([self.data.encode(prompt)])
-        made = self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False
-        )
+        ids, length = torch.tensor([self.data.encode(prompt)]), {"max_new_tokens": max_new_tokens}
+        made = self.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **length)
         return [int(token) for token in made[0, ids.shape[1] :]]
 
     def exact(self, task: Task) -> bool:
@@ -164,9 +162,8 @@ def run(options: EvaluateOptions) -> None:
     torch.set_num_threads(options.threads)
     texts = material.read_held_out(options.books, options.maths)
     wanted = [int(size) for size in options.sizes.split(",")]
-    figures = evaluate(
-        options.target or bundled("target"), options.draft or bundled("draft"), texts, options.examples, wanted
-    )
+    target, draft = options.target or bundled("target"), options.draft or bundled("draft")
+    figures = evaluate(target, draft, texts, options.examples, wanted)
     if options.as_json:
         typer.echo(json.dumps(figures))
     else:

@@ -40,8 +40,7 @@ def stdlib_files() -> list[Path]:
 
 def read_code() -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the standard library's sources: (training, held out)."""
-    train: list[str] = []
-    held_out: list[str] = []
+    train, held_out = list[str](), list[str]()
     for path in stdlib_files():
         text = path.read_text(encoding="utf-8", errors="replace")
         (held_out if path.name in HELD_OUT_MODULES else train).append(text)

@@ -19,7 +19,7 @@ import torch
 import typer
 from torch import nn
 from torch.nn import functional
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from benchmarks.training.self_written import read_rows, write_answers, write_prompts
 from benchmarks.training.trainable_heads import Kind, TrainableEagle3, TrainableHead, TrainableMtp
@@ -98,11 +98,9 @@ class HeadTraining(Training):
         """Return the loss of some examples, and note how often each step of drafting is right."""
         chosen = Random(self.done.step).sample(self.examples, min(self.options.batch, len(self.examples)))
         loss, right = self.model.losses(*self._batch(chosen), self.head, self.options.ahead)
-        for name, figure in {
-            "loss": float(loss.detach()),
-            **{f"right {i}": each for i, each in enumerate(right, 1)},
-        }.items():
-            self.recent[name].append(figure)
+        self.recent["loss"].append(float(loss.detach()))
+        for number, each in enumerate(right, 1):
+            self.recent[f"right {number}"].append(each)
         return loss, sum(len(example.tokens) for example in chosen)
 
     def _batch(self, examples: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -143,8 +141,10 @@ def run(options: HeadOptions) -> None:
     if len(examples) < 2:
         raise ValueError(f"{len(examples)} examples are long enough to learn from; at least 2 are needed")
     known = frequent(examples, options.draft_vocab, int(target.get_input_embeddings().weight.shape[0]))
-    model = make(options, target, known).to(target.device)
-    training = HeadTraining(engine.target, model, examples, options)
+    frozen, eagle31 = options.matrix is Matrix.TARGET, options.kind is Kind.EAGLE31
+    mtp = options.kind is Kind.MTP
+    model = TrainableMtp(target, known) if mtp else TrainableEagle3(target, known, frozen, eagle31)
+    training = HeadTraining(engine.target, model.to(target.device), examples, options)
     estimate(training)
     training.fit("head")
     model.export(target, options.out)
@@ -181,12 +181,6 @@ def frequent(examples: Sequence[Example], count: int, vocabulary: int) -> torch.
     rest = (token for token in range(vocabulary) if token not in seen)
     order += [token for token, _ in zip(rest, range(min(count, vocabulary) - len(order)), strict=False)]
     return torch.tensor(sorted(order), dtype=torch.int64)
-
-
-def make(options: HeadOptions, target: PreTrainedModel, known: torch.Tensor) -> TrainableHead:
-    if options.kind is Kind.MTP:
-        return TrainableMtp(target, known)
-    return TrainableEagle3(target, known, options.matrix is Matrix.TARGET, options.kind is Kind.EAGLE31)
 
 
 def estimate(training: HeadTraining) -> None:
