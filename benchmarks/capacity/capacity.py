@@ -80,10 +80,9 @@ def run(options: CapacityOptions) -> None:
     shapes = options.shapes()
     for shape, machine in product(shapes.values(), machines):
         machine.check(shape)
-    rows = [
-        {"model": name} | capacity_row(shape, context, options.rows, machine)
-        for (name, shape), context, machine in product(shapes.items(), options.contexts, machines)
-    ]
+    rows = list[Row]()
+    for (name, shape), context, machine in product(shapes.items(), options.contexts, machines):
+        rows.append({"model": name} | capacity_row(shape, context, options.rows, machine))
     report = Report.of("Capacity", options, "capacity")
     report.add("capacity", "What a model needs", rows, listing(rows, COLUMNS))
     if options.predict:

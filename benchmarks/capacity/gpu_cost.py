@@ -202,9 +202,8 @@ def triforce_rows() -> Iterator[Row]:
         for acceptance in ACCEPTANCES:
             for card in CARDS:
                 if offloaded or fits(MODELS["llama-2-7b"], card, CONTEXTS[-1]):
-                    before, after = (
-                        speed_up(step_costs(card, code, offloaded), acceptance, hierarchy) for code in CODES.values()
-                    )
+                    costs = (step_costs(card, code, offloaded) for code in CODES.values())
+                    before, after = (speed_up(each, acceptance, hierarchy) for each in costs)
                     known = (card, acceptance) == (MEASURED_ON, ACCEPTANCES[0])
                     yield {
                         "case": f"{drafts}, acceptance {acceptance:g}", "card": card, "before": before, "after": after,

@@ -53,10 +53,8 @@ class ModelShape:
     def __post_init__(self) -> None:
         sizes = (self.layers, self.hidden, self.intermediate, self.heads, self.kv_heads, self.vocabulary)
         if min(sizes) < 1 or self.heads % self.kv_heads or (self.head is None and self.hidden % (2 * self.heads)):
-            raise ValueError(
-                f"a shape of {sizes} is not possible: sizes must be positive, hidden a multiple of twice the heads, "
-                "and heads a multiple of kv_heads"
-            )
+            rule = "sizes must be positive, hidden a multiple of twice the heads, and heads a multiple of kv_heads"
+            raise ValueError(f"a shape of {sizes} is not possible: {rule}")
         if self.head is not None and self.head < 1:
             raise ValueError(f"head is {self.head}; it must be at least 1")
         for name in ("weight_bytes", "kv_bytes"):
@@ -70,10 +68,8 @@ class ModelShape:
             return cls(*SHAPES[text])
         parts = text.split(",")
         if len(parts) != 6 or not all(part.strip().isdigit() for part in parts):
-            raise ValueError(
-                f"a shape is {text!r}; give one of {', '.join(SHAPES)}, "
-                "or layers,hidden,intermediate,heads,kv_heads,vocabulary"
-            )
+            allowed = f"{', '.join(SHAPES)}, or layers,hidden,intermediate,heads,kv_heads,vocabulary"
+            raise ValueError(f"a shape is {text!r}; give one of {allowed}")
         layers, hidden, intermediate, heads, kv_heads, vocabulary = map(int, parts)
         return cls(layers, hidden, intermediate, heads, kv_heads, vocabulary)
 

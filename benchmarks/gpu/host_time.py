@@ -84,11 +84,8 @@ def _steps(engine: Engine, rows: int, options: HostTimeOptions) -> Row:
     requests = engine.requests(texts, max_new_tokens=options.tokens, eos_token_id=None)
     with LaunchCounter() as counter:
         _timed(engine.run(requests), counter.clear)
-    return {
-        "microseconds": 1e6 * statistics.median(seconds[1:]),
-        "kernels": counter.kernels.total() / _steps_of(requests),
-        "copies": counter.copies / _steps_of(requests),
-    }
+    kernels, copies = (count / _steps_of(requests) for count in (counter.kernels.total(), counter.copies))
+    return {"microseconds": 1e6 * statistics.median(seconds[1:]), "kernels": kernels, "copies": copies}
 
 
 def _timed(commits: Iterator[Commit], begin: Callable[[], None]) -> float:

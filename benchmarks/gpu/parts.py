@@ -191,11 +191,8 @@ def kernel_events(work: Callable[[], Any], device: torch.device) -> list[KernelE
         work()
         if on_gpu:
             torch.cuda.synchronize(device)
-    events = [
-        KernelEvent(event.name, event.time_range.start, event.time_range.end)
-        for event in found.events()
-        if event.device_type == kind
-    ]
+    own = (event for event in found.events() if event.device_type == kind)
+    events = [KernelEvent(event.name, event.time_range.start, event.time_range.end) for event in own]
     return sorted(events, key=lambda event: event.start)
 
 

@@ -39,10 +39,8 @@ def auto(bench: GpuBench) -> Iterator[Row]:
     options = {"max_new_tokens": bench.new_tokens, "eos_token_id": None}
     found: dict[tuple[str, int], list[Row]] = {}
     for _ in range(min(ENGINES, bench.rounds)):
-        texts = [
-            np.random.default_rng(seed).integers(0, bench.small.vocabulary, PROMPT_TOKENS).tolist()
-            for seed in range(TEXTS)
-        ]
+        draws = map(np.random.default_rng, range(TEXTS))
+        texts = [draw.integers(0, bench.small.vocabulary, PROMPT_TOKENS).tolist() for draw in draws]
         for drafter in ("none", "auto"):
             began = time.perf_counter()
             engine = Engine(model, drafter, _runtime=runtime)
@@ -100,9 +98,8 @@ def _step_parts(bench: GpuBench, engine: Engine, prompt: Prefilled) -> Row:
     scorer, cache, verified = engine.target, prompt.cache, max(bench.gammas) + 1
     kept = scorer.queries_from
     scorer.keep_queries(0)
-    view = RetrievalCache(
-        cache, RetrievalConfig(min(bench.budget, bench.contexts[-1] // 2), min(CHUNK, bench.budget // 2))
-    )
+    budget, chunk = min(bench.budget, bench.contexts[-1] // 2), min(CHUNK, bench.budget // 2)
+    view = RetrievalCache(cache, RetrievalConfig(budget, chunk))
     plain = partial(scorer.score, [block_of(1, cache.length)], [cache])
     times = {"plain": bench.seconds(plain),
              "verify": bench.seconds(partial(scorer.score, [block_of(verified, cache.length)], [cache]))}  # fmt: skip
@@ -155,9 +152,8 @@ def offload(bench: GpuBench) -> Iterator[Row]:
     seconds = time.perf_counter() - began
     yield {"contestant": "making the cache", "seconds": seconds, "exactness": engine.exactness.level}
     settings = _settings(bench, small, gamma)
-    traffic = Traffic(
-        engine.tiers.copy_engine, simulated(OFFLOADED_RATE, SMALL_ACCEPTANCE, bench.new_tokens, vocabulary)
-    )
+    make = simulated(OFFLOADED_RATE, SMALL_ACCEPTANCE, bench.new_tokens, vocabulary)
+    traffic = Traffic(engine.tiers.copy_engine, make)
     series = LongBench(engine, 1).run([[prompt]], _offloaded(bench), settings, traffic)
     for row, each in zip(summarise(series), series, strict=True):
         tokens = len(each.runs[0][0].texts[0])

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from statistics import median
 from typing import Any
 
@@ -168,14 +168,13 @@ class LongSeries:
 
 
 def combine(parts: Sequence[Sequence[LongSeries]]) -> list[LongSeries]:
-    return [
-        LongSeries(
-            same[0].contestant,
-            [rounds for one in same for rounds in one.runs],
-            [seconds for one in same for seconds in one.prefill_seconds],
+    found = []
+    for same in zip(*parts, strict=True):
+        runs, seconds = (
+            chain.from_iterable(getattr(one, name) for one in same) for name in ("runs", "prefill_seconds")
         )
-        for same in zip(*parts, strict=True)
-    ]
+        found.append(LongSeries(same[0].contestant, list(runs), list(seconds)))
+    return found
 
 
 class LongBench:

@@ -49,9 +49,8 @@ class Haystack:
 def build(texts: Texts, index: int, context: int, count: int) -> Haystack:
     """Make a haystack of about ``context`` tokens; raise ValueError if ``count`` facts need more room."""
     if context < TOKENS_A_FACT * count:
-        raise ValueError(
-            f"{count} needles do not fit into a context of {context} tokens; at most {context // TOKENS_A_FACT} do"
-        )
+        most = context // TOKENS_A_FACT
+        raise ValueError(f"{count} needles do not fit into a context of {context} tokens; at most {most} do")
     chars = int((context - FACT_TOKENS * count) * texts.chars_per_token(index))
     text, asked = tasks.haystack(Random(f"needles/{index}"), texts.material(index), chars, count)
     questions = [NeedleQuestion(texts.encode(task.prompt), texts.encode(task.answer)) for task in asked]
@@ -98,10 +97,8 @@ def run(
 ) -> list[Row]:  # fmt: skip
     """Return the accuracy and seconds per token of plain decoding, lossless drafters and every sparse cache alone.
     ``tokens`` are generated per question, and should begin with the answer."""
-    rows = [
-        Prefilled([*haystack.text, *question.prompt], prefilled.cache, prefilled.read, len(haystack.text))
-        for question in haystack.questions
-    ]
+    prompts, held = [[*haystack.text, *question.prompt] for question in haystack.questions], len(haystack.text)
+    rows = [Prefilled(prompt, prefilled.cache, prefilled.read, held) for prompt in prompts]
     series = bench.run([[row] for row in rows], lossless, settings, sampled(0.0, tokens))
     found = []
     for one, row in zip(series, summarise(series), strict=True):
@@ -117,10 +114,8 @@ def run(
 
 
 def _row(name: str, lossless: bool, haystack: Haystack, texts: Sequence[Tokens], seconds: float) -> Row:
-    right = [
-        text[: len(question.answer)] == question.answer
-        for text, question in zip(texts, haystack.questions, strict=True)
-    ]
+    answers = [question.answer for question in haystack.questions]
+    right = [text[: len(answer)] == answer for text, answer in zip(texts, answers, strict=True)]
     return {
         "contestant": name, "lossless": lossless, "context": len(haystack.text), "needles": len(right),
         "accuracy": sum(right) / len(right), "seconds_per_token": round(seconds, 6),

@@ -55,10 +55,7 @@ class Texts:
         found = self.encode(self.chars(index, CHARS * count))[:count]
         if len(found) < count:
             name = self.names[index % len(self.names)] if self.names else "the invented text"
-            raise ValueError(
-                f"{name} gives {len(found)} tokens for prompt {index + 1}; {count} are needed (give a longer text, "
-                "fewer prompts or a shorter context)"
-            )
+            raise ValueError(f"{name} gives {len(found)} tokens for prompt {index + 1}; {count} are needed")
         return found
 
     def check(self, prompts: int, count: int) -> None:

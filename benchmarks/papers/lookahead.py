@@ -81,12 +81,8 @@ def plain() -> Method:
 
 def published(form: Form, lengths: Lengths, texts: Sequence[Tokens]) -> Method:
     """Return a published form with the paper's lengths; drafts fill the decoding length, and all are scored."""
-    config = LookaheadTrieConfig(
-        form=form,
-        branch_length=lengths.branch,
-        max_prefix=min(LookaheadTrieConfig.max_prefix, lengths.branch - 1),
-        min_matches=max(LookaheadTrieConfig.min_matches, lengths.decoding),
-    )
+    longest = min(LookaheadTrieConfig.max_prefix, lengths.branch - 1)
+    config = LookaheadTrieConfig(form, lengths.branch, longest, max(LookaheadTrieConfig.min_matches, lengths.decoding))
     return Method(lambda setup: warmed(LookaheadTrieSource(config), texts), lengths.decoding, pruned=False)
 
 

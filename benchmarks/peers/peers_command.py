@@ -182,11 +182,8 @@ def add_tables(report: Report, rows: Sequence[Row], said: Sequence[str]) -> None
 def decoding_table(rows: Sequence[Row]) -> str:
     """Format medians with the slowest and fastest round, and Forerun's ratio to llama.cpp."""
     speeds = {(row["weights"], row["contestant"]): row["tokens_per_second"] for row in rows}
-    ratios = [
-        {"weights": kind, "contestant": f"{FORERUN} / {LLAMA}", "ratio": speeds[kind, FORERUN] / speeds[kind, LLAMA]}
-        for kind, name in speeds
-        if name == LLAMA
-    ]
+    both = {kind: speeds[kind, FORERUN] / speed for (kind, name), speed in speeds.items() if name == LLAMA}
+    ratios = [{"weights": kind, "contestant": f"{FORERUN} / {LLAMA}", "ratio": ratio} for kind, ratio in both.items()]
     return pivot([*rows, *ratios], "weights", "contestant", _cell)
 
 

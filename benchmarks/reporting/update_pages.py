@@ -168,9 +168,8 @@ def draw_slowness(page: str, path: Path) -> None:
 def tasks_page(reports: Mapping[str, Path]) -> str:
     """Return the page: each type's date, tables, machine and settings."""
     days = sorted({datetime.fromtimestamp(report.stat().st_mtime).strftime("%-d %B %Y") for report in reports.values()})
-    tables = [
-        f"## {dtype}\n\n{report.with_suffix('.md').read_text(encoding='utf-8')}" for dtype, report in reports.items()
-    ]
+    texts = {dtype: report.with_suffix(".md").read_text(encoding="utf-8") for dtype, report in reports.items()}
+    tables = [f"## {dtype}\n\n{text}" for dtype, text in texts.items()]
     return "\n".join([TASKS_HEAD.format(dates=" and ".join(days)), *tables])
 
 

@@ -186,9 +186,6 @@ def long_row(long: Answer, others: Sequence[Answer]) -> Row:
 
 def gaps(answers: Sequence[Answer], begin: float, end: float, whole: bool) -> list[float]:
     """Return the times between chunks within a window: wholly, or in part."""
-    return [
-        after - before
-        for each in answers
-        for before, after in pairwise(each.grew)
-        if (after <= end if whole else after > begin and before < end)
-    ]
+    pairs = [pair for each in answers for pair in pairwise(each.grew)]
+    inside = (pair for pair in pairs if (pair[1] <= end if whole else pair[1] > begin and pair[0] < end))
+    return [after - before for before, after in inside]

@@ -42,10 +42,7 @@ TIMES_NOTE = (
     "once. *Per token*: of a request, from its first text to its end. Loads in *clients* are closed loops; those *per "
     "second* are Poisson arrivals.\n"
 )
-GREEDY_NOTE = (
-    f"`{TRANSFORMERS}` samples all requests as the first one says, which is greedy. Only greedy outputs are compared "
-    "with it.\n"
-)
+GREEDY_NOTE = f"`{TRANSFORMERS}` samples all requests as the first one, greedily. Only greedy outputs are compared.\n"
 
 
 def fill(report: Report, turns: Sequence[Turn], rounds: Sequence[Round], plotted: bool) -> None:
@@ -118,12 +115,11 @@ def output_rows(turns: Sequence[Turn], rounds: Sequence[Round]) -> list[Row]:
 
 def changed(rows: Sequence[Row]) -> list[str]:
     """List the contestants whose outputs differ though they must not."""
-    return [
-        f"{row['contestant']}: {row['compared'] - row['same']} of {row['compared']} outputs under load differ from "
-        f"{row['with']}"
-        for row in rows
-        if row["exact"] and row["same"] < row["compared"]
-    ]
+    found = []
+    for row in (row for row in rows if row["exact"] and row["same"] < row["compared"]):
+        count = f"{row['compared'] - row['same']} of {row['compared']}"
+        found.append(f"{row['contestant']}: {count} outputs under load differ from {row['with']}")
+    return found
 
 
 def unanswered(turns: Sequence[Turn]) -> Iterator[str]:
@@ -159,9 +155,8 @@ def _longs(turns: Sequence[Turn], name: str) -> list[Row]:
 
 def _names(turns: Sequence[Turn]) -> list[str]:
     """Return the contestants, plain decoding first."""
-    return sorted(
-        {name for turn in turns for name in turn}, key=lambda name: (name == TRANSFORMERS, name != PLAIN, name)
-    )
+    names = {name for turn in turns for name in turn}
+    return sorted(names, key=lambda name: (name == TRANSFORMERS, name != PLAIN, name))
 
 
 def _of_plain(turns: Sequence[Turn], level: str, name: str, figure: str) -> float | None:

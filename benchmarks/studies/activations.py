@@ -147,9 +147,8 @@ def of_file(file: str, options: ActivationsOptions, said: dict[str, None]) -> li
     others: dict[str, Reader] = {
         CONTESTANTS[each]: partial(log_probabilities, load(file, STORED, activations=each)[0]) for each in options.types
     }
-    pieces = {
-        name: [*windows(tokenizer(text)["input_ids"], options.tokens)] for name, text in texts(options.text).items()
-    }
+    ids = {name: tokenizer(text)["input_ids"] for name, text in texts(options.text).items()}
+    pieces = {name: [*windows(each, options.tokens)] for name, each in ids.items()}
     rows, total, done = list[Row](), sum(map(len, pieces.values())), 0
     with ExitStack() as stack, progress_bar(stderr(), Path(file).stem) as progress:
         if options.peer_python is not None:
@@ -178,7 +177,6 @@ def divergences(rows: Sequence[Row]) -> str:
     cells = [{"file": file, "weights": who, "cell": f"{nats / n:.2e}"} for (file, who), (nats, n) in sums.items()]
     for (file, who), (nats, _) in sums.items():
         if who == LLAMA and (file, STORED) in sums:
-            cells.append(
-                {"file": file, "weights": f"{LLAMA} / {STORED}", "cell": f"{nats / sums[file, STORED][0]:.2f}"}
-            )
+            ratio = f"{nats / sums[file, STORED][0]:.2f}"
+            cells.append({"file": file, "weights": f"{LLAMA} / {STORED}", "cell": ratio})
     return pivot(cells, "file", "weights", lambda row: row["cell"])

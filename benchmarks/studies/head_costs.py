@@ -167,19 +167,17 @@ class HeadCosts:
 @torch.inference_mode()
 def measure(name: str, rounds: int, clock: Callable[[], float] = time.perf_counter) -> list[Row]:
     """Return a row for all logits, and one for a shortlist; costs are in plain passes."""
-    shape = MODELS[name]
+    shape, rows = MODELS[name], list[Row]()
     with tempfile.TemporaryDirectory() as folder:
         works = HeadCosts(shape, Path(folder), clock).works()
     times = {name: median(seconds[1:]) for name, seconds in in_turns(works, rounds + 1).items()}
     each = (times[f"pass {SLOPE_LAYERS}"] - times["pass 1"]) / (SLOPE_LAYERS - 1)
     plain = times["pass 1"] + (shape.layers - 1) * each
     shared: Row = {"model": name, "plain_ms": 1000 * plain, "layer_ms": 1000 * each}
-    return [
-        shared
-        | {"matrix": matrix, "read": times["read"] / plain}
-        | {part: times[f"{part} {matrix}"] / plain for part in ("level", "tree")}
-        for matrix in ("all", "shortlist")
-    ]
+    for matrix in ("all", "shortlist"):
+        costs = {part: times[f"{part} {matrix}"] / plain for part in ("level", "tree")}
+        rows.append(shared | {"matrix": matrix, "read": times["read"] / plain} | costs)
+    return rows
 
 
 def run(options: HeadsOptions) -> None:

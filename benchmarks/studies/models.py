@@ -143,12 +143,9 @@ def page(rows: Sequence[Row], refused: Mapping[str, str]) -> str:
     reasons = sorted({why for row in rows for name in TRIALS for why in REASON.findall(row[name])})
     shown = [row | {name: REASON.sub("refused", row[name]) for name in TRIALS} for row in rows]
     here = machine()
-    head = HEAD.format(
-        date=date.today().isoformat(),
-        machine=f"{here['processor']}, {here['cores']} cores",
-        transformers=transformers.__version__,
-        torch=torch.__version__.partition("+")[0],
-    )
+    versions = {"transformers": transformers.__version__, "torch": torch.__version__.partition("+")[0]}
+    cores = f"{here['processor']}, {here['cores']} cores"
+    head = HEAD.format(date=date.today().isoformat(), machine=cores, **versions)
     notes = NOTES.format(reasons="; ".join(f'"{why}"' for why in reasons))
     whys = [{"type": name, "why": why} for name, why in refused.items()]
     refusals = listing(whys, {"type": "family", "why": "why"})

@@ -70,11 +70,10 @@ class PassesOptions(ListOptions, OutputOptions, AnyTypeModelOptions):
 def run(options: PassesOptions) -> None:
     plots.check()
     some: dict[str, Any] = {"device": options.device, "trust_remote_code": options.trust_remote_code}
-    models = [
-        load(options.model, dtype, activations=activations, **some)[0]
-        for dtype in dict.fromkeys(options.types)
-        for activations in (options.activation_types if dtype == STORED else ["auto"])
-    ]
+    models = list[PreTrainedModel]()
+    for dtype in dict.fromkeys(options.types):
+        types = options.activation_types if dtype == STORED else ["auto"]
+        models += [load(options.model, dtype, activations=each, **some)[0] for each in types]
     prompts = sorted(filter(None, options.prompts))
     sizes = PassSizes(sorted({1, *options.sizes}), options.context, prompts, options.rounds)
     with progress_bar(stderr(), "measuring") as progress:
@@ -180,10 +179,7 @@ def measure(
     positions."""
     limit = position_limit(models[0])
     if limit is not None and sizes.longest > limit:
-        raise ValueError(
-            f"{sizes.longest} tokens are to be measured and the model has {limit} positions; shorten --context, "
-            "--passes or --prompt-tokens"
-        )
+        raise ValueError(f"{sizes.longest} tokens are to be measured and the model has {limit} positions")
     reader = BufferReader(models[0].device, sizes.buffer)
     works = [Work("-", MEMORY, "read", 0, reader.nbytes, reader)]
     for name in dict.fromkeys(map(dtype_name, models)):

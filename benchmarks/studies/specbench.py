@@ -217,10 +217,10 @@ def _totals(measured: Mapping[str, list[Series]], groups: Mapping[str, list[str]
     for name, categories in groups.items():
         parts = [measured[category] for category in categories if category in measured]
         if len(parts) > 1:
-            found[name] = [
-                Series(each[0].contestant, name, [runs for one in each for runs in one.runs])
-                for each in zip(*parts, strict=True)
-            ]
+            joined = {
+                each[0].contestant: [runs for one in each for runs in one.runs] for each in zip(*parts, strict=True)
+            }
+            found[name] = [Series(contestant, name, runs) for contestant, runs in joined.items()]
     return found
 
 

@@ -31,7 +31,6 @@ def _draw(name: str, material: Material, count: int) -> list[str]:
             break
         found[tasks.make(kind, Random(f"{SEED}/{name}/{i}"), material).prompt] = None
     if len(found) < count:
-        raise ValueError(
-            f"{name} has {len(found)} different prompts and {count} are needed; lower --prompts or --warm-prompts"
-        )
+        few = f"{name} has {len(found)} different prompts and {count} are needed"
+        raise ValueError(f"{few}; lower --prompts or --warm-prompts")
     return list(found)

@@ -60,10 +60,8 @@ def _asked(option: str, file: Path | None, wanted: int) -> list[str]:
     found = sorted(set(read_questions(option, file)))
     Random(f"{SEED}/{option}").shuffle(found)
     if len(found) < wanted:
-        raise ValueError(
-            f"{option} {file} has {len(found)} different prompts and {wanted} are needed; lower --prompts or "
-            "--warm-prompts"
-        )
+        few = f"{option} {file} has {len(found)} different prompts and {wanted} are needed"
+        raise ValueError(f"{few}; lower --prompts or --warm-prompts")
     return found[:wanted]
 
 

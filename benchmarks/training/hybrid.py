@@ -59,11 +59,8 @@ def _sizes(target: PreTrainedModel, tokens: torch.Tensor) -> dict[str, float]:
         heads = output.unflatten(-1, (target.config.num_attention_heads, -1))
         found[name] = float(heads.square().mean(-1).sqrt().mean())
 
-    hooks = [
-        module.register_forward_hook(partial(measure, name.removesuffix("_proj")))
-        for name, module in target.named_modules()
-        if name.endswith(("q_proj", "k_proj"))
-    ]
+    named = [each for each in target.named_modules() if each[0].endswith(("q_proj", "k_proj"))]
+    hooks = [each.register_forward_hook(partial(measure, name.removesuffix("_proj"))) for name, each in named]
     with torch.inference_mode():
         target(tokens, use_cache=False)
     for hook in hooks:

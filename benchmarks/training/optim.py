@@ -52,11 +52,8 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
 
 def build(model: nn.Module, muon_rate: float, adam_rate: float) -> list[Optimizer]:
     """Return both optimizers; each group keeps its full learning rate as ``peak``."""
-    named = [
-        (p.ndim == 2 and "embed" not in name and "lm_head" not in name, p)
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    ]
+    learned = [each for each in model.named_parameters() if each[1].requires_grad]
+    named = [(p.ndim == 2 and "embed" not in name and "lm_head" not in name, p) for name, p in learned]
     matrices, others = [p for inside, p in named if inside], [p for inside, p in named if not inside]
     optimizers: list[Optimizer] = [
         Muon(matrices, lr=muon_rate, weight_decay=0.01),

@@ -32,12 +32,8 @@ def train(texts: Iterator[str], vocabulary: int = VOCABULARY) -> PreTrainedToken
     split = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[EOS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    given = {"special_tokens": [EOS], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary, show_progress=False, **given)
     tokenizer.train_from_iterator(texts, trainer)
     return wrap(tokenizer)
 

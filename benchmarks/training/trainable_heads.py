@@ -48,9 +48,8 @@ class TrainableLayer(nn.Module):
         for part in "qk" if normed else "":
             self.self_attn[f"{part}_layernorm"] = LlamaRMSNorm(self.dim, config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
-        self.input_layernorm, self.post_attention_layernorm = (
-            LlamaRMSNorm(size, config.rms_norm_eps) for _ in range(2)
-        )
+        self.input_layernorm = LlamaRMSNorm(size, config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(size, config.rms_norm_eps)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor, angles: Any, earlier: Earlier) -> torch.Tensor:
         """Run a step over all entries, ``[B, n, wide]`` to ``[B, n, hidden]``; its keys and values are added to
@@ -222,10 +221,8 @@ class TrainableMtp(TrainableHead):
     def __init__(self, target: PreTrainedModel, known: torch.Tensor) -> None:
         config = target.config
         if config.model_type not in ("llama", "lfm2") or not Path(target.name_or_path).is_dir():
-            raise ValueError(
-                f"an MTP layer is trained for a Llama or an LFM2 in a folder; this is a {config.model_type} in "
-                f"{target.name_or_path}"
-            )
+            this = f"a {config.model_type} in {target.name_or_path}"
+            raise ValueError(f"an MTP layer is trained for a Llama or an LFM2 in a folder; this is {this}")
         self.is_lfm2 = config.model_type == "lfm2"
         layers, more = (int(config.num_hidden_layers),), {"rope_parameters": config.rope_parameters}
         if self.is_lfm2:  # which may round its configuration's size
@@ -251,10 +248,8 @@ class TrainableMtp(TrainableHead):
         for file in Path(target.name_or_path).iterdir():
             if file.is_file():
                 shutil.copyfile(file, out / file.name)
-        learned = {
-            name.replace("layer.", "layers.0.", 1): each.to(target.dtype) for name, each in self.learned().items()
-        }
-        named = {renamed(name) if self.is_lfm2 else name: each for name, each in learned.items()}
+        layered = {name.replace("layer.", "layers.0.", 1): each for name, each in self.learned().items()}
+        named = {renamed(name) if self.is_lfm2 else name: each.to(target.dtype) for name, each in layered.items()}
         save_file({f"{PREFIX}{name}": each for name, each in named.items()}, out / "mtp.safetensors")
         config = json.loads((out / "config.json").read_text())
         (out / "config.json").write_text(json.dumps({**config, STATED: 1}, indent=2))
