@@ -11,6 +11,7 @@ import json
 import string
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Annotated
@@ -26,37 +27,28 @@ from forerun.trie import logistic_mixer
 from forerun.trie.trie import Trie
 
 PROMPT_MATCH, ANSWER = 1200, 700  # characters of a continued text, at most
-
 AGAIN = 0.25  # share of requests that were asked before
 
 Request = tuple[str, str]
 Kind = Callable[[Random], Iterator[Request]]
 
 
-def continued(texts: tuple[str, ...]) -> Kind:
-    """Return requests to continue passages of one text after another."""
-
-    def requests(rng: Random) -> Iterator[Request]:
-        while True:
-            text = rng.choice(texts)
-            start = rng.randrange(max(1, len(text) - ANSWER))
-            middle = start + rng.randrange(20, PROMPT_MATCH)
-            yield text[start:middle], text[middle : middle + ANSWER]
-
-    return requests
+def continued(texts: tuple[str, ...], rng: Random) -> Iterator[Request]:
+    """Yield requests to continue passages of one text after another."""
+    while True:
+        text = rng.choice(texts)
+        start = rng.randrange(max(1, len(text) - ANSWER))
+        middle = start + rng.randrange(20, PROMPT_MATCH)
+        yield text[start:middle], text[middle : middle + ANSWER]
 
 
-def edited(texts: tuple[str, ...]) -> Kind:
-    """Return requests to repeat passages with a few words replaced, left out or put in."""
-
-    def requests(rng: Random) -> Iterator[Request]:
-        while True:
-            text = rng.choice(texts)
-            start = rng.randrange(max(1, len(text) - ANSWER))
-            passage = text[start : start + rng.randrange(100, ANSWER)]
-            yield passage + "\n\n", edit(rng, passage, rng.choice((0, 0, 1, 2, 4, 8)))
-
-    return requests
+def edited(texts: tuple[str, ...], rng: Random) -> Iterator[Request]:
+    """Yield requests to repeat passages with a few words replaced, left out or put in."""
+    while True:
+        text = rng.choice(texts)
+        start = rng.randrange(max(1, len(text) - ANSWER))
+        passage = text[start : start + rng.randrange(100, ANSWER)]
+        yield passage + "\n\n", edit(rng, passage, rng.choice((0, 0, 1, 2, 4, 8)))
 
 
 def edit(rng: Random, text: str, changes: int) -> str:
@@ -78,56 +70,44 @@ def scrambled(rng: Random) -> Iterator[Request]:
         yield text + "\n\n", text[start:]
 
 
-def asked_again(kind: Kind) -> Kind:
-    """Return a kind's requests, of which some come again with almost the same answer."""
-
-    def requests(rng: Random) -> Iterator[Request]:
-        seen: list[Request] = []
-        for request in kind(rng):
-            seen.append(request)
-            while rng.random() < AGAIN:
-                prompt, answer = rng.choice(seen)
-                yield prompt, edit(rng, answer, rng.choice((0, 0, 0, 1)))
-            yield request
-
-    return requests
+def asked_again(kind: Kind, rng: Random) -> Iterator[Request]:
+    """Yield a kind's requests, of which some come again with almost the same answer."""
+    seen: list[Request] = []
+    for request in kind(rng):
+        seen.append(request)
+        while rng.random() < AGAIN:
+            prompt, answer = rng.choice(seen)
+            yield prompt, edit(rng, answer, rng.choice((0, 0, 0, 1)))
+        yield request
 
 
-def recorded(pairs: list[Request]) -> Kind:
-    """Return recorded answers, in order from a random place on."""
-
-    def requests(rng: Random) -> Iterator[Request]:
-        start = rng.randrange(len(pairs))
-        while True:
-            yield pairs[start % len(pairs)]
-            start += 1
-
-    return requests
+def recorded(pairs: list[Request], rng: Random) -> Iterator[Request]:
+    """Yield recorded answers, in order from a random place on."""
+    start = rng.randrange(len(pairs))
+    while True:
+        yield pairs[start % len(pairs)]
+        start += 1
 
 
-def tasked(kind: str, texts: tasks.Material) -> Kind:
-    """Return tasks of the bundled models, answered correctly."""
-
-    def requests(rng: Random) -> Iterator[Request]:
-        while True:
-            task = tasks.make(kind, rng, texts)
-            yield task.prompt, task.answer
-
-    return requests
+def tasked(kind: str, texts: tasks.Material, rng: Random) -> Iterator[Request]:
+    """Yield tasks of the bundled models, answered correctly."""
+    while True:
+        task = tasks.make(kind, rng, texts)
+        yield task.prompt, task.answer
 
 
 def kinds(books: Path, maths: Path, answers: Path, without: str) -> list[Kind]:
     texts = material.read(books, maths)
-    rows = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
     authors: dict[str, list[Request]] = {}
-    for row in rows:
+    for row in map(json.loads, answers.read_text(encoding="utf-8").splitlines()):
         if row["author"] != without:
             authors.setdefault(row["author"], []).append((row["prompt"], row["answer"]))
-    prose = continued(("\n\n".join(texts.prose),))
-    own = [tasked(kind, texts) for kind in ("table", "rag", "quote", "needle")]
-    changed = [edited(("\n\n".join(texts.prose),)), edited(texts.code)]
-    every = [prose, continued(texts.code), recorded(list(texts.maths)), *map(recorded, authors.values()), *own]
-    return [asked_again(kind) for kind in [*every, *changed, scrambled]]
+    whole = ("\n\n".join(texts.prose),)
+    own = [partial(tasked, kind, texts) for kind in ("table", "rag", "quote", "needle")]
+    replayed = [partial(recorded, pairs) for pairs in (list(texts.maths), *authors.values())]
+    every = [partial(continued, whole), partial(continued, texts.code), *replayed, *own]
+    changed = [partial(edited, whole), partial(edited, texts.code)]
+    return [partial(asked_again, kind) for kind in [*every, *changed, scrambled]]
 
 
 def learn(made_of: list[Kind], tokenizers: list[Tokenizer], sessions: int, most: float) -> logistic_mixer.Mixer:
