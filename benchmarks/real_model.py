@@ -47,19 +47,16 @@ def make(out: Path) -> tuple[Path, bool]:
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{NAME}.", dir=out) as scratch:
         made = Path(scratch) / "made"
-        _convert(_gguf(Path(scratch)), made)
+        file = _gguf(Path(scratch))
+        from forerun.models.loading.load import load, quiet  # importing torch takes seconds: not if the folder exists
+
+        model, tokenizer = load(str(file), device="cpu")
+        with quiet():
+            model.save_pretrained(made)
+            tokenizer.save_pretrained(made)
+        (made / "README.md").write_text(NOTE)
         made.rename(folder)
     return folder, True
-
-
-def _convert(file: Path, folder: Path) -> None:
-    from forerun.models.loading.load import load, quiet  # importing torch takes seconds: not if the folder exists
-
-    model, tokenizer = load(str(file), device="cpu")
-    with quiet():
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    (folder / "README.md").write_text(NOTE)
 
 
 def sha256(file: Path) -> str:

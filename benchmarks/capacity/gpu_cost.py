@@ -125,14 +125,10 @@ def chain_seconds(most: int, gamma1: int, acceptance: float, middle: Seconds, sm
     found = [0.0]
     for missing in range(1, most + 1):
         tested = min(gamma1, missing - 1)
-        rest = sum(chance * found[missing - 1 - n] for n, chance in enumerate(_accepted(acceptance, tested)))
+        accepted = [acceptance**n * (1 - acceptance) for n in range(tested)] + [acceptance**tested]
+        rest = sum(chance * found[missing - 1 - n] for n, chance in enumerate(accepted))
         found.append(gamma1 * small + middle(tested + 1) + rest)
     return found
-
-
-def _accepted(acceptance: float, tested: int) -> list[float]:
-    """Return the chances that 0, 1, ... of a draft chain are accepted."""
-    return [acceptance**n * (1 - acceptance) for n in range(tested)] + [acceptance**tested]
 
 
 class StepCosts(NamedTuple):

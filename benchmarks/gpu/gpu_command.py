@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -122,12 +122,9 @@ def _speed_up(rate: float | None = None) -> Callable[[Row], float | None]:
     return lambda row: row.get("speed_up") if row["contestant"] != "none" and row.get("rate") == rate else None
 
 
-def _differs(row: Row) -> float | None:
-    return None if "same_bits" not in row else float(not row["same_bits"])
-
-
 GOALS = (
-    Goal("bits", "differences", 0, True, True, _differs),
+    Goal("bits", "differences", 0, True, True,
+         lambda row: None if "same_bits" not in row else float(not row["same_bits"])),
     Goal("kernels", "share of the bandwidth at 2,048 tokens", 0.75, False, True, _share(2048)),
     Goal("kernels", "share of the bandwidth at 122,000 tokens", 0.85, False, True, _share(122_000)),
     Goal("auto", "speed of auto by none's", 0.97, False, True,
@@ -147,12 +144,8 @@ def reached(part: str, rows: Iterable[Row]) -> list[Row]:
     for goal in (each for each in GOALS if each.part == part):
         values = [value for row in rows if (value := goal.value(row)) is not None]
         if values:
-            figure = _figure(goal, values)
+            figure = max(values) if goal.most == goal.worst else min(values)
             met = figure <= goal.wanted if goal.most else figure >= goal.wanted
             bound = "at most" if goal.most else "at least"
             found.append({"goal": goal.what, "wanted": f"{bound} {goal.wanted:g}", "reached": figure, "met": met})
     return found
-
-
-def _figure(goal: Goal, values: Sequence[float]) -> float:
-    return max(values) if goal.most == goal.worst else min(values)

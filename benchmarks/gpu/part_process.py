@@ -9,7 +9,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 from benchmarks.gpu import parts, speculation_parts
@@ -33,7 +33,8 @@ def rows_file(out: Path, name: str) -> Path:
 
 def measure(name: str, bench: GpuBench, out: Path) -> None:
     """Measure a part, and write a line for each row. An error becomes a row, and is raised again."""
-    with rows_file(out, name).open("w", encoding="utf-8") as file, _device_code(name, bench):
+    code = gpu_code(bench.device) if name in INTERPRETED else nullcontext()
+    with rows_file(out, name).open("w", encoding="utf-8") as file, code:
         try:
             for row in PARTS[name](bench):
                 file.write(json.dumps(row) + "\n")
@@ -42,10 +43,6 @@ def measure(name: str, bench: GpuBench, out: Path) -> None:
             first = (str(error).splitlines() or [""])[0]
             file.write(json.dumps({"error": f"{type(error).__name__}: {first}"}) + "\n")
             raise
-
-
-def _device_code(name: str, bench: GpuBench) -> AbstractContextManager[None]:
-    return gpu_code(bench.device) if name in INTERPRETED else nullcontext()
 
 
 def main() -> None:

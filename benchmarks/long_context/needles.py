@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from benchmarks.long_context.long_bench import PLAIN, LongBench, Prefilled, Tokens, prefill, sampled, summarise
-from benchmarks.long_context.texts import Texts
+from benchmarks.long_context.texts import SAMPLE, Texts
 from benchmarks.training import tasks
 from forerun.bench.machine import Row
 from forerun.core.block import Block
@@ -51,7 +51,8 @@ def build(texts: Texts, index: int, context: int, count: int) -> Haystack:
     if context < TOKENS_A_FACT * count:
         most = context // TOKENS_A_FACT
         raise ValueError(f"{count} needles do not fit into a context of {context} tokens; at most {most} do")
-    chars = int((context - FACT_TOKENS * count) * texts.chars_per_token(index))
+    sample = texts.chars(index, SAMPLE)
+    chars = int((context - FACT_TOKENS * count) * len(sample) / len(texts.encode(sample)))
     text, asked = tasks.haystack(Random(f"needles/{index}"), texts.material(index), chars, count)
     questions = [NeedleQuestion(texts.encode(task.prompt), texts.encode(task.answer)) for task in asked]
     return Haystack(texts.encode(text), questions)

@@ -46,10 +46,6 @@ class Texts:
         parts = self.bodies[index % len(self.bodies)].split("\n\n")
         return Material(prose=tuple(part.strip() for part in parts if len(part.strip()) > 1))
 
-    def chars_per_token(self, index: int) -> float:
-        sample = self.chars(index, SAMPLE)
-        return len(sample) / len(self.encode(sample))
-
     def tokens(self, index: int, count: int) -> list[int]:
         """Return the ``count`` tokens of prompt ``index``; raise ValueError if the text is too short."""
         found = self.encode(self.chars(index, CHARS * count))[:count]

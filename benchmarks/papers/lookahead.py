@@ -138,14 +138,10 @@ def run(options: LookaheadOptions) -> None:
         found = methods(Lengths(options.decoding_length, options.branch_length), answers)
         bench.others = {name: bench.contestant(method) for name, method in found.items()}
         *_, series = bench.run(job, options.rounds)
-        rows += summarise(series, decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)))
-        add_methods(report, rows)
+        rows.extend(summarise(series, decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))))
+        steps = pivot(rows, "contestant", "task", lambda row: shown(row["tokens_per_step"]))
+        heading = "Table 2: methods, as speed-up over transformers; tokens per step by task; equal texts"
+        report.add("methods", heading, rows, speed_table(rows), steps, equality_table(rows))
+        report.plot("methods", lambda path: plot(rows, path, report.note))
         report.save()
     report.end()
-
-
-def add_methods(report: Report, rows: Sequence[Row]) -> None:
-    steps = pivot(rows, "contestant", "task", lambda row: shown(row["tokens_per_step"]))
-    heading = "Table 2: methods, as speed-up over transformers; tokens per step by task; equal texts"
-    report.add("methods", heading, rows, speed_table(rows), steps, equality_table(rows))
-    report.plot("methods", lambda path: plot(rows, path, report.note))

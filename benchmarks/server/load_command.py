@@ -24,7 +24,7 @@ from benchmarks.server import load_report, servers
 from benchmarks.server.client import Level, LoadRequest, mixed
 from benchmarks.server.load_bench import Round, ServeBench
 from benchmarks.server.servers import ServedModel, ServerContestant
-from benchmarks.tasks.task_prompts import LackingError, Tasks, check_names
+from benchmarks.tasks.task_prompts import LackingError, check_names
 from benchmarks.tasks.task_sets import tasks_for
 from forerun.bench.journal import Turn
 from forerun.bench.prompts_file import TemplateEncoder, check_length
@@ -193,7 +193,12 @@ def _requests(options: ServingOptions, encoder: TemplateEncoder, limit: int | No
     tasks = tasks_for(encoder, options)
     chosen = options.named_tasks or [name for name in tasks if name not in LEFT_OUT]
     check_names(chosen, tasks)
-    possible = [name for name in chosen if _possible(name, tasks)]
+    possible = []
+    for name in chosen:
+        try:
+            possible += [name] if tasks[name](1) else []
+        except LackingError as lacking:
+            say(f"skipped {name}: {lacking}")
     if not possible:
         raise ValueError("no task is left; --tasks names some that need no file, such as json or rag")
     prompts = dict[str, list[str]]()
@@ -205,15 +210,6 @@ def _requests(options: ServingOptions, encoder: TemplateEncoder, limit: int | No
         for prompt in prompts[name]:
             _check(f"task {name}", len(encoder(prompt)), limit, max(options.tokens))
     return mixed(prompts, options.tokens, options.temperature, options.seed)
-
-
-def _possible(name: str, tasks: Tasks) -> bool:
-    try:
-        tasks[name](1)
-    except LackingError as lacking:
-        say(f"skipped {name}: {lacking}")
-        return False
-    return True
 
 
 def _longs(options: ServingOptions, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> list[LoadRequest]:

@@ -40,11 +40,6 @@ CHECKOUT = Path(__file__).parents[2]
 SEEDS = 3  # worlds of each case
 
 
-def rates() -> dict[str, float]:
-    """Return each case's speed over plain decoding, the median of ``SEEDS`` worlds."""
-    return {case.name: float(np.median(speeds(case, case.outline.sources, SEEDS)[0])) for case in cases()}
-
-
 def changed(name: str, text: str, factor: float) -> str:
     """Return a constant's changed value, as written; integers stay integers."""
     value = float(text)
@@ -90,7 +85,8 @@ class ConstantsOptions(DebugOptions):
 
 def run(options: ConstantsOptions) -> None:
     if options.once:
-        print(json.dumps(rates()))
+        found = {case.name: speeds(case, case.outline.sources, SEEDS)[0] for case in cases()}
+        print(json.dumps({name: float(np.median(each)) for name, each in found.items()}))
         return
     source = Path(forerun.__file__).parent
     _, base = measured(source)

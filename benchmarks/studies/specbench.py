@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -122,22 +122,17 @@ def read_questions(file: Path, limit: int | None = None) -> Questions:
     lines of ``{category, turns}``; raise ValueError for another file or line."""
     found: dict[str, list[list[str]]] = {}
     for place, row in json_lines(file, "--questions"):
-        category, turns = _question(place, row)
+        try:
+            category, turns = row["category"], row["turns"]
+        except (KeyError, TypeError):
+            raise ValueError(f"{place} is no JSON object with category and turns") from None
+        texts = [category, *turns] if isinstance(turns, list) and turns else [None]
+        if not all(isinstance(text, str) and text for text in texts):
+            raise ValueError(f"{place} has a category or turns that are no text")
         found.setdefault(category, []).append(turns)
     if not found:
         raise ValueError(f"--questions {file} is empty")
     return {category: questions[:limit] for category, questions in found.items()}
-
-
-def _question(place: str, row: Any) -> tuple[str, list[str]]:
-    try:
-        category, turns = row["category"], row["turns"]
-    except (KeyError, TypeError):
-        raise ValueError(f"{place} is no JSON object with category and turns") from None
-    texts = [category, *turns] if isinstance(turns, list) and turns else [None]
-    if not all(isinstance(text, str) and text for text in texts):
-        raise ValueError(f"{place} has a category or turns that are no text")
-    return category, turns
 
 
 def prompt_set(

@@ -34,7 +34,10 @@ class Passages:
     @classmethod
     def read(cls, books: Path | None, seed: str) -> Passages:
         """Read a folder's ``.txt`` files, or Python's documentation; raise ValueError if all are short."""
-        bodies = list(_books(books)) if books is not None else list(_documentation(seed))
+        files = sorted(books.glob("*.txt")) if books is not None else []
+        bodies = [paragraphs(file.read_text(encoding="utf-8", errors="replace")) for file in files]
+        if books is None:
+            bodies = list(_documentation(seed))
         long = [body for body in bodies if sum(map(len, body)) > 2 * CHARS * LONGEST]
         if not long:
             raise ValueError(f"--books is {books}; it has no .txt file of {2 * CHARS * LONGEST:,} characters or more")
@@ -67,11 +70,6 @@ def sources(seed: str) -> Iterator[tuple[str, ast.Module]]:
 def sentences(passage: str) -> list[str]:
     ends = [0, *(match.end() for match in _END.finditer(passage)), len(passage)]
     return [part for begin, end in itertools.pairwise(ends) if (part := passage[begin:end].strip())]
-
-
-def _books(folder: Path) -> Iterator[list[str]]:
-    for file in sorted(folder.glob("*.txt")):
-        yield paragraphs(file.read_text(encoding="utf-8", errors="replace"))
 
 
 def _documentation(seed: str) -> Iterator[list[str]]:

@@ -50,14 +50,10 @@ def build_jobs(
         except LackingError as lacking:
             skipped[name] = str(lacking)
             continue
-        _check_lengths(name, ids, positions, counts.new_tokens)
+        for number, tokens in enumerate(ids, 1):
+            try:
+                check_length(len(tokens), positions, counts.new_tokens)
+            except ValueError as error:
+                raise ValueError(f"task {name}, prompt {number}: {error}; leave the task out with --task") from None
         jobs.append(PromptSet(name, ids[: counts.prompts], ids[counts.prompts :], counts.new_tokens))
     return jobs, skipped
-
-
-def _check_lengths(name: str, ids: Sequence[list[int]], positions: int | None, new: int) -> None:
-    for number, tokens in enumerate(ids, 1):
-        try:
-            check_length(len(tokens), positions, new)
-        except ValueError as error:
-            raise ValueError(f"task {name}, prompt {number}: {error}; leave the task out with --task") from None

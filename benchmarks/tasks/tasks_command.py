@@ -95,7 +95,9 @@ def run(options: TaskOptions) -> None:
     longest = max(len(prompt) + job.max_new_tokens for job in jobs for prompt in job.prompts)
     dtype = dtype_name(target)
     settings = plain_values(options) | {"dtype": dtype, "tasks": "questions" if encoder.chats else "continuations"}
-    with _peers(options, PeerSubject(target, tokenizer, _source(options), longest)) as peers:
+    own = Path(options.model).expanduser()
+    source = options.gguf or (own if own.is_file() else None)
+    with _peers(options, PeerSubject(target, tokenizer, source, longest)) as peers:
         long, drafters = LongContextConfig(draft_model=draft), options.drafter or DRAFTERS
         bench = TaskBench(target, drafters, long, tokenizer, options.skip or (), others=peers.contestants)
         bench.check_skip(jobs)
@@ -122,9 +124,3 @@ def _peers(options: TaskOptions, subject: PeerSubject) -> Iterator[RunningPeers]
         for name, reason in peers.absent.items():
             stderr().print(f"skipped {name}: {reason}")
         yield peers
-
-
-def _source(options: TaskOptions) -> Path | None:
-    """Return the GGUF file that the model came from, if known."""
-    own = Path(options.model).expanduser()
-    return options.gguf or (own if own.is_file() else None)

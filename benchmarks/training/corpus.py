@@ -118,9 +118,13 @@ def batch(corpus: Corpus, stage: Stage, seed: int, step: int) -> Batch:
     rows = [row(corpus, kind, stage.length, rng) for kind in kinds]
     generator = np.random.default_rng(rng.getrandbits(64))
     places = [gapped_positions(generator, stage.length, share=stage.gaps) for _ in rows]
+    mask = torch.ones(len(rows), stage.length, dtype=torch.int64)
+    if stage.crowd != 1:
+        biases = [crowding.bias(len(row), row.sources, *crowding.draw(rng, len(row), stage.crowd)) for row in rows]
+        mask = torch.stack(biases)[:, None]
     return Batch(
         torch.tensor([row.tokens for row in rows]), torch.tensor([row.weights for row in rows]),
-        torch.from_numpy(np.stack(places)), _mask(rows, stage, rng), kinds,
+        torch.from_numpy(np.stack(places)), mask, kinds,
     )  # fmt: skip
 
 
@@ -135,13 +139,6 @@ def gapped_positions(rng: np.random.Generator, length: int, share: float) -> Int
     np.add.at(leaps, places, (rng.dirichlet(np.ones(len(places))) * (span - length)).astype(np.int64))
     start = int(rng.integers(0, POSITIONS - span + 1))
     return np.arange(start, start + length) + np.cumsum(leaps)
-
-
-def _mask(rows: list[Row], stage: Stage, rng: Random) -> torch.Tensor:
-    if stage.crowd == 1:
-        return torch.ones(len(rows), stage.length, dtype=torch.int64)
-    biases = [crowding.bias(len(row), row.sources, *crowding.draw(rng, len(row), stage.crowd)) for row in rows]
-    return torch.stack(biases)[:, None]
 
 
 def row(corpus: Corpus, kind: str, length: int, rng: Random) -> Row:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sysconfig
 from pathlib import Path
-from typing import Any
 
 from benchmarks.reporting.common_options import json_lines
 from benchmarks.training.tasks import Material
@@ -50,16 +49,14 @@ def read_code() -> tuple[tuple[str, ...], tuple[str, ...]]:
 def read_maths(file: Path) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
     """Return the (prompt, answer) pairs of JSON lines: (training, held out); raise ValueError with the first wrong
     line."""
-    pairs = [_pair(place, row) for place, row in json_lines(file)]
+    pairs = []
+    for place, row in json_lines(file):
+        for name in ("prompt", "answer"):
+            if not isinstance(row, dict) or not isinstance(row.get(name), str):
+                raise ValueError(f"{place} has no {name}; each line needs a prompt and an answer, both text")
+        pairs.append((row["prompt"].rstrip(" "), " " + row["answer"].strip()))
     held_out = tuple(pairs[::_HELD_OUT_EVERY])
     return tuple(pair for i, pair in enumerate(pairs) if i % _HELD_OUT_EVERY), held_out
-
-
-def _pair(place: str, row: Any) -> tuple[str, str]:
-    for name in ("prompt", "answer"):
-        if not isinstance(row, dict) or not isinstance(row.get(name), str):
-            raise ValueError(f"{place} has no {name}; each line needs a prompt and an answer, both text")
-    return row["prompt"].rstrip(" "), " " + row["answer"].strip()
 
 
 def read(books: Path, maths: Path) -> Material:

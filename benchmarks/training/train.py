@@ -123,12 +123,6 @@ def shared_tokenizer(texts: Material, out: Path, vocabulary: int) -> PreTrainedT
     return tokenizer.load(folder)
 
 
-def train_both(texts: Material, target: Recipe, draft: Recipe, out: Path, weights: Path) -> None:
-    data = corpus.build(texts, shared_tokenizer(texts, out, target.shape.vocabulary))
-    teacher = ModelTraining("target", target, data, out).train(weights).eval()
-    ModelTraining("draft", draft, data, out, teacher).train(weights)
-
-
 def train_hybrid(texts: Material, plan: Recipe, out: Path, weights: Path) -> PreTrainedModel:
     folder = forerun.reference.bundled("target")
     teacher: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -178,4 +172,6 @@ def run(options: TrainOptions) -> None:
         train_hybrid(texts, replace(target, stages=recipe.HYBRID_STAGES), out, weights)
         return
     draft = replace(target, shape=recipe.DRAFT, stages=recipe.DRAFT_STAGES, minutes=options.draft_minutes, seed=1)
-    train_both(texts, target, draft, out, weights)
+    data = corpus.build(texts, shared_tokenizer(texts, out, target.shape.vocabulary))
+    teacher = ModelTraining("target", target, data, out).train(weights).eval()
+    ModelTraining("draft", draft, data, out, teacher).train(weights)

@@ -173,7 +173,10 @@ class TrainableEagle3(TrainableHead):
     def __init__(
         self, target: PreTrainedModel, known: torch.Tensor, frozen: bool = False, eagle31: bool = False
     ) -> None:
-        super().__init__(target, known, aux_layers(target), frozen, 1e-5, {"rope_theta": 10000.0})
+        count = int(target.config.get_text_config(decoder=True).num_hidden_layers)
+        # those that other engines read by default, if there are enough
+        layers = (2, count // 2, count - 3) if count >= 6 else (1, max(1, count // 2), max(1, count - 1))
+        super().__init__(target, known, layers, frozen, 1e-5, {"rope_theta": 10000.0})
         size, count, self.feeds_normed = self.llama.hidden_size, len(self.layers), eagle31
         self.fc_norm = nn.ModuleList(self.new_norm() for _ in self.layers if eagle31)
         self.fc = nn.Linear(count * size, size, bias=False)
@@ -261,9 +264,3 @@ def start(layer: nn.Module) -> None:
     for weight in layer.parameters():
         if weight.dim() == 2:
             nn.init.normal_(weight, std=0.02)
-
-
-def aux_layers(target: PreTrainedModel) -> tuple[int, int, int]:
-    """Return the layers that other engines read by default, if there are enough."""
-    count = int(target.config.get_text_config(decoder=True).num_hidden_layers)
-    return (2, count // 2, count - 3) if count >= 6 else (1, max(1, count // 2), max(1, count - 1))
