@@ -2,6 +2,10 @@
 
 ``python -m benchmarks.peers.child MODULE`` serves the module's ``Engine``, without importing torch. The first order has
 its arguments, each further one a method's name and arguments. Libraries may write to stdout, so answers go to a copy.
+
+An ``Engine`` has ``said``, its version, build, precision and settings; ``generate(ids, new)``, which continues greedily
+and returns ``count``, the new tokens, ``tokens`` or ``text``, and ``first``, the seconds until the first of them; and
+``forget()``, which drops what earlier requests left.
 """
 
 from __future__ import annotations
@@ -12,20 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable
-from typing import Any, Protocol, TextIO
-
-
-class Served(Protocol):
-    """The interface of a peer module's ``Engine``; its arguments come with the first order."""
-
-    said: str  # version, build, precision and settings
-
-    def generate(self, ids: list[int], new: int) -> dict[str, Any]:
-        """Continue greedily; return ``count``, the new tokens, ``tokens`` or ``text``, and ``first``, the seconds until
-        the first of them."""
-
-    def forget(self) -> None:
-        """Drop what earlier requests left."""
+from typing import Any, TextIO
 
 
 def serve(engine: object, orders: Iterable[str], answers: TextIO) -> None:

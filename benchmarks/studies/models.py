@@ -150,14 +150,3 @@ def page(rows: Sequence[Row], refused: Mapping[str, str]) -> str:
     whys = [{"type": name, "why": why} for name, why in refused.items()]
     refusals = listing(whys, {"type": "family", "why": "why"})
     return head + listing(shown, COLUMNS) + notes + REFUSED_HEAD + refusals
-
-
-def read(text: str) -> tuple[list[Row], dict[str, str]]:
-    works, _, refused = text.partition(REFUSED_HEAD)
-    rows = [dict(zip(COLUMNS, cells, strict=True)) for cells in _cells(works)]
-    return rows, {cells[0]: cells[1] for cells in _cells(refused)}
-
-
-def _cells(text: str) -> list[list[str]]:
-    lines = [line for line in text.splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[1:]]
