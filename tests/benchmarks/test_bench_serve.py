@@ -171,11 +171,11 @@ def bench_of(
             raise ServerError("it broke")
         yield ServerEndpoint(f"http://127.0.0.1:{server.port}", "bundled", exact=True)
 
-    report = Report("Load", {})
+    report = Report("Load", {}, tmp_path, "serve")
 
     def save(turns: Sequence[Turn], whole: bool) -> None:
         load_report.fill(report, turns, rounds, whole and len(turns) == len(rounds) and not resume)
-        report.write(tmp_path, "serve")
+        report.save()
 
     journal = Journal(tmp_path / "turns.jsonl", {"about": 1}, resume)
     return ServeBench(contestants, rounds, start, journal, save), started

@@ -1,7 +1,5 @@
 """What a model takes on which devices: formulas by hand, order, errors, and a page whose tables the command makes."""
 
-import json
-import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +9,6 @@ from support.tiny import tiny
 from typer.testing import CliRunner, Result
 
 from benchmarks.__main__ import app
-from benchmarks.capacity.capacity import capacity_row
 from benchmarks.capacity.devices import DEVICES, GIB, Machine, devices_needed, fit, kv_bytes, least_seconds
 from benchmarks.capacity.gpu_cost import (
     AFTER,
@@ -21,7 +18,6 @@ from benchmarks.capacity.gpu_cost import (
     MODELS,
     PREFETCHING_CARDS,
     StepCosts,
-    chain_seconds,
     expected_tokens,
     pass_milliseconds,
     plain_rows,
@@ -78,11 +74,6 @@ def test_a_shape_has_the_weights_of_a_model_but_for_its_norms(name):
     assert shape.weights == sum(weight.numel() for weight in model.parameters() if weight.dim() == 2)
 
 
-def test_a_tied_embedding_is_held_once_and_read():
-    tied = replace(SMALL, tied=True)
-    assert SMALL.weights - tied.weights == SMALL.table and tied.pass_bytes == SMALL.pass_bytes
-
-
 # --- what fits, and the least time of a pass
 
 
@@ -104,11 +95,6 @@ def test_devices_share_weights_and_heads_and_pay_for_sums():
     assert latency == pytest.approx(80 * (A100.layer_seconds + 2 * A100.reduction_seconds))
 
 
-def test_a_kv_head_that_devices_share_is_on_each_of_them():
-    assert Machine(A100, 8).kv_share(SEVENTY) == Machine(A100, 16).kv_share(SEVENTY) == 1 / 8
-    assert Machine(A100, 8).kv_share(SEVEN) == 1 / 8
-
-
 def test_what_does_not_fit_is_streamed_while_the_rest_is_computed():
     found, held = fit(SEVEN, Machine(BARE), 1 << 20), kv_bytes(SEVEN, 1 << 20)
     assert found.kept == pytest.approx(78 * GIB - SEVEN.stored_bytes) and found.kept + found.streamed == held
@@ -127,23 +113,12 @@ def test_seventy_billion_weights_of_two_bytes_do_not_fit_on_eighty_gigabytes():
     assert devices_needed(SEVENTY, replace(A100, memory=3 * GIB)) == "larger"
 
 
-def test_keys_that_neither_devices_nor_host_hold_are_not_possible():
-    alone = Machine(replace(A100, host_memory=0.0))
-    assert "GB more than devices and host hold" in fit(SEVEN, alone, 1 << 20).words
-    assert fit(SEVEN, alone, 1 << 10).possible
-
-
 def test_more_of_anything_good_is_never_slower_and_more_context_is_never_faster():
     plain = seconds(SEVEN, Machine(A100), 1 << 18)
     for name in ("memory", "bandwidth", "host_link"):
         better = Machine(replace(A100, **{name: 2 * getattr(A100, name)}))
         assert seconds(SEVEN, better, 1 << 18) <= plain, name
     assert seconds(SEVEN, Machine(A100, 8), 1 << 18) < plain < seconds(SEVEN, Machine(A100), 1 << 19)
-
-
-def test_a_row_says_what_a_batch_needs():
-    row = capacity_row(SEVEN, 1 << 17, 2, Machine(A100))
-    assert (row["kv"], row["weights"], row["fits"]) == (137.44, 13.5, "49 % of KV in host memory")
 
 
 # --- speculation
@@ -156,44 +131,10 @@ def test_the_paper_s_bound_is_the_limit_of_the_series():
     assert expected_tokens(0.5, 2) == 1.75
 
 
-def test_a_chain_takes_the_expected_rounds_by_hand():
-    def middle(tokens: int) -> float:
-        return 10.0 + tokens
-
-    assert chain_seconds(3, 1, 0.5, middle, None) == [0, 11, 22, 33]
-    one = 1 + 11  # the small model drafts, and a single token is left to choose
-    two = 1 + 12 + 0.5 * one
-    assert chain_seconds(3, 1, 0.5, middle, 1.0) == [0, one, two, 1 + 12 + 0.5 * two + 0.5 * one]
-
-
 # --- wrong values
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Machine(A100, 3).check(SEVEN), "devices is 3, which does not divide 32 heads"),
-        (lambda: replace(SEVEN, weight_bytes=0), "weight_bytes is 0; it must be above 0"),
-        (lambda: replace(SEVEN, head=0), "head is 0; it must be at least 1"),
-    ],
-)
-def test_wrong_values_are_named(make, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        make()
-
-
 # --- the command
-
-
-def test_the_command_writes_json_and_markdown_and_says_what_does_not_fit(tmp_path):
-    done = call("--out", tmp_path, "--json", "--rows", 2, "--context", "128K")
-    assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    assert found == json.loads((tmp_path / "capacity.json").read_text())
-    assert "## What a model needs" in (tmp_path / "capacity.md").read_text()
-    rows = {(row["model"], row["devices"]): row for row in found["parts"]["capacity"]}
-    assert rows["llama-3-70b", 1]["fits"].startswith("no: ") and "rate" not in rows["llama-3-70b", 1]
-    assert rows["llama-2-7b", 8]["fits"] == "yes" and rows["llama-2-7b", 8]["rate"] > rows["llama-2-7b", 1]["rate"]
 
 
 # --- Forerun's kernels on a GPU

@@ -14,12 +14,10 @@ from benchmarks.studies.edit_picture import WINDOW
 from forerun.cli.options import DebugOptions
 
 WRONG = [
-    ("tasks --batch 1,2", "--batch is '1,2'; no number may be below 2"),
     ("tasks --gguf f", "--gguf is for the peers; add --peers"),
     ("tasks --peer-python nowhere", "--peer-python is for the peers; add --peers"),
     ("tasks --task verse", "task is 'verse'; known are copy, json"),
     (f"tasks --code {__file__}", "is no JSON"),
-    ("tasks --task json --prompts 1 --warm-prompts 0 --batch 2", "--batch has 2 and there are 1"),
     ("edit -n 9", f"--max-new-tokens is 9; it must be above {2 * WINDOW}"),
     ("edit --rounds=0", "--rounds"),
     ("edit --file=missing.py", "missing.py"),

@@ -17,17 +17,16 @@ from benchmarks.reporting.update_pages import (
 )
 from benchmarks.studies import exact_texts
 from benchmarks.tasks.continuations import continuations
-from benchmarks.tasks.task_bench import PADDED, TaskBench
+from benchmarks.tasks.task_bench import TaskBench
 from benchmarks.tasks.task_prompts import Counts, build_jobs
 from benchmarks.training.tasks import Material, make
-from forerun.bench import report
 from forerun.bench.journal import TurnKey
 from forerun.bench.prompts_file import Prompt
 from forerun.bench.rounds import PromptSet, Rows
 from forerun.engine.engine import Engine
 
 
-def test_what_is_skipped_is_of_any_job_or_batch_and_answers_nothing(monkeypatch):
+def test_what_is_skipped_is_of_any_job_and_answers_nothing(monkeypatch):
     cold, warm = PromptSet("copy", PROMPTS[:1], [], 2), PromptSet("json", PROMPTS[:1], PROMPTS[1:2], 2)
     bench = TaskBench(tiny("llama"), ["trie"], skip=["forerun trie, warm"])
     bench.check_skip([cold, warm])
@@ -40,11 +39,6 @@ def test_what_is_skipped_is_of_any_job_or_batch_and_answers_nothing(monkeypatch)
     assert "forerun trie, warm" not in [each.contestant for each in series]
     assert "forerun, wrong drafts" in [each.contestant for each in series]
     assert asked and all(rows == [PROMPTS[0]] for rows in asked)
-    fewer = TaskBench(tiny("llama"), ["none"], skip=["forerun trie"])
-    fewer.measures_batches = True
-    fewer.check_skip([cold])
-    (series,) = fewer.run_batches(PROMPTS, 2, 2, 1)
-    assert [each.contestant for each in series] == [PADDED, "forerun none"]
 
 
 @pytest.mark.parametrize(
@@ -139,26 +133,14 @@ def test_prompts_of_a_task_are_different_and_as_they_were_where_they_are():
     assert draw["json"](9) == [make("table", Random(f"bench/json/{i}")).prompt for i in range(9)]
 
 
-def test_batches_give_the_texts_of_padded_ones_whatever_their_size():
-    bench = TaskBench(tiny("llama"), ["none"])
-    for size in (2, 4):
-        (series,) = bench.run_batches([*PROMPTS, PROMPTS[0]], size, 12, rounds=1)
-        rows = report.summarise(series, PADDED)
-        assert [row["contestant"] for row in rows] == [PADDED, "forerun none", "forerun trie"]
-        assert all(row["same_output"] == 1 and row["texts"] == 4 for row in rows)
-        assert len(series[0].runs) == 4 // size
-
-
-def test_the_command_measures_tasks_and_batches_on_any_model(tmp_path):
+def test_the_command_measures_tasks_on_any_model(tmp_path):
     arguments = ["--model", "bundled-draft", "--dtype", "float64", "-k", "json", "-k", "copy", "--prompts", "1"]
-    more = ["--warm-prompts", "0", "--rounds", "1", "-n", "12", "-d", "trie", "--batch", "2", "--json"]
+    more = ["--warm-prompts", "0", "--rounds", "1", "-n", "12", "-d", "trie", "--json"]
     done = CliRunner().invoke(app, ["tasks", *arguments, *more, "--out", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert {row["task"] for row in found["rows"]} == {"json", "copy"}
-    assert {row["same_output"] for row in found["rows"] + found["batches"]} == {1.0}
-    assert {row["contestant"] for row in found["batches"]} >= {"transformers padded", "forerun none", "forerun trie"}
+    assert {row["same_output"] for row in found["rows"]} == {1.0}
     assert found["settings"]["dtype"] == "float64"
-    assert (tmp_path / "out" / "speed-batches.png").exists()
     markdown = (tmp_path / "out" / "speed.md").read_text()
     assert "geometric mean" in markdown and "processor" in markdown and "max new tokens 12" in markdown
