@@ -9,21 +9,8 @@ from support.tiny import tiny
 from typer.testing import CliRunner, Result
 
 from benchmarks.__main__ import app
-from benchmarks.capacity.devices import DEVICES, GIB, Machine, devices_needed, fit, kv_bytes, least_seconds
-from benchmarks.capacity.gpu_cost import (
-    AFTER,
-    BEFORE,
-    CARDS,
-    MEASURED,
-    MODELS,
-    PREFETCHING_CARDS,
-    StepCosts,
-    expected_tokens,
-    pass_milliseconds,
-    plain_rows,
-    predicted_table,
-    speed_up,
-)
+from benchmarks.capacity.devices import DEVICES, GIB, Machine, fit, kv_bytes, least_seconds
+from benchmarks.capacity.gpu_cost import BEFORE, MEASURED, MODELS, StepCosts, pass_milliseconds, speed_up
 from benchmarks.capacity.shapes import ModelShape
 from benchmarks.reporting.update_pages import scaling_tables
 
@@ -39,22 +26,6 @@ def call(*arguments: object) -> Result:
 
 
 # --- sizes
-
-
-@pytest.mark.parametrize(
-    ("name", "weights", "token"),
-    [
-        ("llama-2-7b", 6_738_149_376, 2 * 32 * 4096 * 2),
-        ("llama-2-13b", 13_015_449_600, 2 * 40 * 5120 * 2),
-        ("llama-3-70b", 70_552_387_584, 2 * 80 * 1024 * 2),
-    ],
-)
-def test_weights_and_keys_are_those_of_the_models(name, weights, token):
-    shape = ModelShape.parse(name)
-    assert shape.weights == weights and shape.token_kv_bytes == token
-    assert shape.stored_bytes == 2 * weights
-    assert shape.pass_bytes == 2 * (weights - shape.vocabulary * shape.hidden)
-    assert kv_bytes(shape, 1000, 3) == 3000 * token
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
@@ -105,14 +76,6 @@ def test_what_does_not_fit_is_streamed_while_the_rest_is_computed():
     assert seconds(SEVEN, fast, 1 << 20) == pytest.approx(read / BARE.bandwidth)
 
 
-def test_seventy_billion_weights_of_two_bytes_do_not_fit_on_eighty_gigabytes():
-    found = fit(SEVENTY, Machine(A100), 8192)
-    assert not found.possible and found.words == "no: the weights need 2 devices"
-    assert devices_needed(SEVENTY, A100) == 2 and fit(SEVENTY, Machine(A100, 2), 8192).possible
-    assert fit(replace(SEVENTY, weight_bytes=1), Machine(A100), 8192).possible
-    assert devices_needed(SEVENTY, replace(A100, memory=3 * GIB)) == "larger"
-
-
 def test_more_of_anything_good_is_never_slower_and_more_context_is_never_faster():
     plain = seconds(SEVEN, Machine(A100), 1 << 18)
     for name in ("memory", "bandwidth", "host_link"):
@@ -122,13 +85,6 @@ def test_more_of_anything_good_is_never_slower_and_more_context_is_never_faster(
 
 
 # --- speculation
-
-
-def test_the_paper_s_bound_is_the_limit_of_the_series():
-    """TriForce, section 5.1: 13.1 times, 7 times the naive policy's, at the acceptance rates of table 2."""
-    assert expected_tokens(0.9234, 9999) == pytest.approx(13.1, abs=0.05)
-    assert expected_tokens(0.9234, 9999) / expected_tokens(0.4649, 9999) == pytest.approx(7, abs=0.05)
-    assert expected_tokens(0.5, 2) == 1.75
 
 
 # --- wrong values
@@ -152,25 +108,6 @@ def test_triforce_s_speed_up_by_hand():
     costs = StepCosts(plain=23, verify=23, draft=7.1, small=0, other=19)
     assert speed_up(costs, 0.9, False) == pytest.approx((1 - 0.9**8) / 0.1 * 23 / (7 * 7.1 + 23 + 19))
     assert speed_up(costs._replace(small=0.3), 0.9, True) > speed_up(costs, 0.9, False)
-
-
-def test_prefetching_hides_no_more_than_a_kernel_s_time_after_its_launch():
-    """A card without the instruction gains nothing from it, and others no more than their small kernels last."""
-    shape, without = MODELS["llama-2-7b"], AFTER._replace(prefetched=0)
-    for card in CARDS:
-        gained = pass_milliseconds(shape, card, 2048, without) - pass_milliseconds(shape, card, 2048, AFTER)
-        assert (gained > 0) == (card in PREFETCHING_CARDS)
-        assert gained < 0.001 * shape.layers * (2 * AFTER.norm + AFTER.gate + AFTER.combine + AFTER.round + 1)
-
-
-def test_what_a_card_does_not_hold_is_not_predicted():
-    cases = {(row["case"], row["card"]) for row in plain_rows()}
-    assert ("llama-2-7b, 122,000 tokens", "a100-80gb") in cases and (
-        "llama-2-7b, 122,000 tokens",
-        "rtx-4090",
-    ) not in cases
-    table = predicted_table(list(plain_rows()))
-    assert table.count("\n") == 2 + len(MEASURED) and "| 5.25 | -3 % |" in table
 
 
 # --- the page

@@ -214,12 +214,6 @@ def test_simulated_acceptance_is_what_was_stated(simulator, drafter, accepted, i
     assert row["time_to_first_token"] is None  # nothing was read
 
 
-def test_a_random_prompt_has_keys_and_values_for_all_but_its_last_token(simulator):
-    prompt = random_prompt(simulator.target, 50, 10, 48)
-    assert prompt.cache.length == 49 and len(prompt.tokens) == 50
-    assert prompt.cache.read(0, 0, 49)[0].shape == (1, 2, 49, 8)
-
-
 # --- texts, tables, the command
 
 

@@ -51,12 +51,6 @@ def test_the_own_text_weighs_more_and_longer_contexts_come_first():
     assert drafter.draft(longer, 1).tokens.tolist() == [4]
 
 
-@pytest.mark.parametrize(("field", "value"), [("form", "wide"), ("max_prefix", 12)])
-def test_a_wrong_setting_is_refused(field, value):
-    with pytest.raises(ValueError, match=field):
-        LookaheadTrieConfig(**{field: value})  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "temperature": 0.3, "seed": 11}])
 def test_outputs_are_those_without_drafts_and_some_drafts_are_accepted(sampling: dict[str, Any]):
     engine = Engine(tiny("llama"), "none", prune_drafts=False)

@@ -11,7 +11,6 @@ from benchmarks.__main__ import app
 from benchmarks.studies.passes import (
     MATMUL,
     MEMORY,
-    BufferReader,
     Multiplier,
     PassSizes,
     Work,
@@ -86,17 +85,6 @@ def test_the_multiplier_multiplies_every_type(dtype):
     model = tiny("llama")
     linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
     assert weight_operations(model) == 2 * sum(module.weight.numel() for module in linear)
-
-
-def test_the_reader_reads_what_it_says():
-    reader = BufferReader(torch.device("cpu"), 4100)
-    assert reader.nbytes == 4096
-    reader()
-
-
-def test_lengths_beyond_the_model_s_positions_are_refused():
-    with pytest.raises(ValueError, match="264 tokens are to be measured and the model has 128 positions"):
-        measure([tiny("llama")], PassSizes([1, 64], 200, [], rounds=1))
 
 
 def test_the_command_writes_a_report(tmp_path):

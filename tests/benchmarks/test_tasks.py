@@ -1,7 +1,6 @@
 """``python -m benchmarks tasks`` and ``exact-texts``: what is asked and refused; no time is asserted."""
 
 import json
-from dataclasses import replace
 from random import Random
 
 import pytest
@@ -9,18 +8,11 @@ from support.tiny import PROMPTS, tiny
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.reporting.update_pages import (
-    draw_slowness,
-    into_page,
-    short_slowness,
-    slowness_table,
-)
-from benchmarks.studies import exact_texts
+from benchmarks.reporting.update_pages import into_page, slowness_table
 from benchmarks.tasks.continuations import continuations
 from benchmarks.tasks.task_bench import TaskBench
 from benchmarks.tasks.task_prompts import Counts, build_jobs
 from benchmarks.training.tasks import Material, make
-from forerun.bench.journal import TurnKey
 from forerun.bench.prompts_file import Prompt
 from forerun.bench.rounds import PromptSet, Rows
 from forerun.engine.engine import Engine
@@ -56,18 +48,6 @@ def test_a_wrong_name_leaves_a_journal_as_it_is(tmp_path, wrong, said):
     assert (tmp_path / "speed-turns.jsonl").read_text() == "hours of work"
 
 
-def test_exact_texts_counts_no_text_of_another_run(tmp_path):
-    options = exact_texts.ExactTextsOptions(dtype="float32", out=tmp_path / "out.jsonl", max_new_tokens=4)
-    journal, key = exact_texts._journal(options, "a text", "cpu"), TurnKey("trie", 0, "[0.0, 5]")
-    journal.add(key, {"trie": {"texts": []}})
-    with options.out.open("a") as file:
-        file.write('{"key": ["tr')
-    assert exact_texts._journal(options, "a text", "cpu").find(key, ["trie"]) is not None
-    for other, text in (({"dtype": "bfloat16"}, "a text"), ({"max_new_tokens": 5}, "a text"), ({}, "another")):
-        with pytest.raises(ValueError, match="was measured with"):
-            exact_texts._journal(replace(options, **other), text, "cpu")
-
-
 def test_the_table_goes_between_the_readme_s_markers(tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text("a\n<!-- bench:begin -->\nold\n<!-- bench:end -->\nb\n")
@@ -91,19 +71,6 @@ def test_the_table_of_what_is_never_slower_marks_what_breaks_the_promise(tmp_pat
     assert lines[0] == "|  | tasks | novel, T 0.8 |"
     assert lines[2] == "| Small, bfloat16: 2,000 x 4 | 1.50 (0.94) | **0.97** (**0.93**) |"
     assert lines[3] == "| bundled: 2,000 x 1 | 1.50† (0.94)² | - |"
-
-
-def test_the_short_table_counts_the_cells_of_the_long_one(tmp_path):
-    page = "| Big-Instruct, float32: 2,000 x 1 | **0.96**† (**0.90**)³ | 1.04 (1.00) |\n"
-    page += "| bundled: 100 x 4 | 2.00 (1.50) |\n"
-    page += "| Big-Instruct, bfloat16: 2,000 x 4 | 3.00 (2.00)¹ | - |\n"
-    lines = short_slowness(page).splitlines()[2:]
-    assert lines == [
-        "| Big, 2,000 tokens | 3 | 0.96 | 1.04 | 3.00 | 1 | 0.90 |",
-        "| bundled, 100 tokens | 1 | 2.00 | 2.00 | 2.00 | 0 | 1.50 |",
-    ]
-    draw_slowness(page, tmp_path / "plot.svg")
-    assert "<svg" in (tmp_path / "plot.svg").read_text()
 
 
 def test_jobs_are_seeded_and_say_what_they_cannot_do():
