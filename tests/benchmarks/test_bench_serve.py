@@ -18,7 +18,7 @@ from benchmarks.reporting.study_report import Report
 from benchmarks.server import client, load_report, servers
 from benchmarks.server import load_bench as bench
 from benchmarks.server.client import Answer, Level, LoadRequest, Reply, ServerEndpoint, arrivals, events, mixed, parsed
-from benchmarks.server.load_bench import Round, ServeBench, gaps, long_row
+from benchmarks.server.load_bench import Round, ServeBench
 from benchmarks.server.load_command import CLIENT_TURNS, build_levels, needed
 from benchmarks.server.load_figures import figures
 from benchmarks.server.servers import ServedModel, ServerContestant, ServerError
@@ -113,13 +113,6 @@ def test_what_is_no_whole_answer_is_an_error_and_counts_as_that_alone(reply, err
     assert row["first_p50"] == 0.5 and row["gap_p99"] == pytest.approx(0.1) and row["each_p50"] == pytest.approx(0.1)
 
 
-def test_the_times_between_chunks_count_if_a_part_of_them_is_in_the_window():
-    (request,) = requests_of(1)
-    answers = [answered(request, [0.0, 1.0, 3.0, 6.0, 10.0], 11.0, 9)]
-    assert gaps(answers, 2.0, 4.0, whole=False) == [2.0, 3.0]
-    assert gaps(answers, 0.0, 5.0, whole=True) == [1.0, 2.0]
-
-
 def one_round(long: bool = False) -> Round:
     found = requests_of(8)
     long_ask = LoadRequest("long", "and on " * 60, 2, 0.0, 0) if long else None
@@ -127,12 +120,9 @@ def one_round(long: bool = False) -> Round:
 
 
 def bench_of(
-    server: LiveServer,
-    tmp_path: Path,
-    contestants: Sequence[ServerContestant],
-    rounds: Sequence[Round],
+    server: LiveServer, tmp_path: Path, contestants: Sequence[ServerContestant], rounds: Sequence[Round],
     resume: bool = False,
-) -> tuple[ServeBench, list[str]]:
+) -> tuple[ServeBench, list[str]]:  # fmt: skip
     """A bench whose servers are this one, and which servers were started."""
     started = list[str]()
 
@@ -179,21 +169,6 @@ def test_all_is_measured_and_written_and_a_round_that_is_known_is_not_measured_a
     assert started == [PLAIN.name, OURS.name]
 
 
-def test_what_was_measured_is_written_when_a_later_load_fails(server, tmp_path, monkeypatch):
-    run = client.run
-
-    def fails(endpoint: ServerEndpoint, level: Level, extension: client.Extension) -> client.LoadRun:
-        if level.kind == "rate":
-            raise ValueError("the power failed")
-        return run(endpoint, level, extension)
-
-    monkeypatch.setattr(bench.client, "run", fails)
-    with pytest.raises(ValueError, match="the power failed"):
-        bench_of(server, tmp_path, [PLAIN], [one_round()])[0].run()
-    (row,) = json.loads((tmp_path / "serve.json").read_text())["parts"]["load"]
-    assert (row["load"], row["requests"]) == ("2 clients", 4)
-
-
 def test_a_text_that_load_has_changed_is_found():
     same = {str(request.seed): "same" for request in one_round().requests}
     changed = same | {str(one_round().requests[0].seed): "another"}
@@ -225,19 +200,6 @@ def test_a_request_of_ours_that_was_not_answered_is_found_and_counted_over_all_l
     assert list(load_report.unanswered(turns)) == [f"{PLAIN.name}: 2 requests under load were not answered"]
     turns[0] = {servers.TRANSFORMERS: turns[0][PLAIN.name], PLAIN.name: {"long": {"error": "status 400"}}}
     assert list(load_report.unanswered(turns)) == [f"{PLAIN.name}: a long prompt was not answered: status 400"]
-
-
-def test_of_a_long_prompt_that_was_refused_only_the_error_is_told():
-    (request,) = requests_of(1)
-    assert long_row(answered(request, (), 0.1, 0, "status 400"), [answered(request, (1.0, 2.0), 2.0, 2)]) == {
-        "error": "status 400"
-    }
-    whole = long_row(answered(request, (1.0,), 2.0, 2), [answered(request, (0.5, 0.8, 1.2), 2.0, 3)])
-    turn: Turn = {PLAIN.name: {"long": whole}, OURS.name: {"long": {"error": "status 400"}}}
-    assert [row["contestant"] for row in load_report.long_rows([turn])] == [PLAIN.name]
-    report = Report("Load", {})
-    load_report.fill(report, [turn], [one_round()], False)
-    assert f"Not measured: {OURS.name}: status 400." in report.text["long"]
 
 
 def test_a_server_that_ends_at_once_is_quoted(tmp_path):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.tiny import tiny
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.capacity.devices import DEVICES, GIB, Machine, fit, kv_bytes, least_seconds
@@ -21,31 +21,13 @@ A100 = DEVICES["a100-80gb"]
 BARE = replace(A100, layer_seconds=0.0, reduction_seconds=0.0)
 
 
-def call(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["capacity", *map(str, arguments)])
-
-
-# --- sizes
-
-
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_a_shape_has_the_weights_of_a_model_but_for_its_norms(name):
     model = tiny(name)
-    config = model.config
-    shape = ModelShape(
-        config.num_hidden_layers,
-        config.hidden_size,
-        config.intermediate_size,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.vocab_size,
-        getattr(config, "head_dim", None),
-        config.tie_word_embeddings,
-    )
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    sizes = (getattr(model.config, each, None) for each in (*names, "vocab_size", "head_dim", "tie_word_embeddings"))
+    shape = ModelShape(*sizes)
     assert shape.weights == sum(weight.numel() for weight in model.parameters() if weight.dim() == 2)
-
-
-# --- what fits, and the least time of a pass
 
 
 def seconds(shape: ModelShape, machine: Machine, context: int = 100_000) -> float:
@@ -84,18 +66,6 @@ def test_more_of_anything_good_is_never_slower_and_more_context_is_never_faster(
     assert seconds(SEVEN, Machine(A100, 8), 1 << 18) < plain < seconds(SEVEN, Machine(A100), 1 << 19)
 
 
-# --- speculation
-
-
-# --- wrong values
-
-
-# --- the command
-
-
-# --- Forerun's kernels on a GPU
-
-
 def test_predictions_are_near_what_an_h200_measured():
     """Large models within 5 %. The small one's texts also waited for recordings, which the model leaves out."""
     for (name, context), measured in MEASURED.items():
@@ -110,14 +80,9 @@ def test_triforce_s_speed_up_by_hand():
     assert speed_up(costs._replace(small=0.3), 0.9, True) > speed_up(costs, 0.9, False)
 
 
-# --- the page
-
-
 def test_the_page_s_tables_are_what_its_command_gives(tmp_path):
     text = "".join((ROOT / "docs" / name).read_text() for name in ("scaling.md", "results/what-fits.md"))
-    command = next(
-        line.strip() for line in text.splitlines() if line.startswith("    python -m benchmarks capacity --predict")
-    )
+    [command, *_] = (line for line in text.splitlines() if line.startswith("    python -m benchmarks capacity --pre"))
     done = CliRunner().invoke(app, [*shlex.split(command)[3:], "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
     for marker, table in scaling_tables(tmp_path / "capacity.json").items():

@@ -59,12 +59,6 @@ def test_rows_of_a_batch_are_of_equal_context_if_asked_for(saved, tmp_path):
         assert row["context"] == 150 and row["batch"] in (2, 3) and row["same_output"] == 1
 
 
-def test_texts_that_are_too_short_are_refused_before_anything_is_read(saved, tmp_path):
-    done = measured(saved, books(tmp_path, 2), tmp_path / "out", "--parts", "temperatures", "--prompts", "2")
-    assert done.exit_code == 2 and "prefilling" not in done.stderr
-    assert "1.txt gives" in done.stderr and "for prompt 2; 200 are needed" in done.stderr
-
-
 def test_what_was_measured_is_written_when_a_later_prompt_or_part_fails(saved, tmp_path, monkeypatch):
     texts = books(tmp_path, 400)
 

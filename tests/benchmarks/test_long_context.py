@@ -43,9 +43,6 @@ def engine() -> Engine:
     return Engine(tiny("llama"), "none", prefill_block=32)
 
 
-# --- measuring
-
-
 def test_contestants_give_plain_s_text_and_rows_say_so(engine):
     bench = LongBench(engine, rounds=2)
     rows = [prefill(engine, PROMPT[:length], 40) for length in (90, 61)]
@@ -122,9 +119,6 @@ def plain(engine: Engine, tokens: list[int], new_tokens: int) -> list[int]:
     return request.generated.tolist()
 
 
-# --- needles
-
-
 def test_a_haystack_holds_what_it_asks_for():
     texts = Texts(lambda text: list(text.encode()))
     found = needles.build(texts, 0, 4000, 5)
@@ -162,9 +156,6 @@ def test_accuracy_counts_right_answers_of_all_contestants(engine):
     assert [row["accuracy"] for row in rows[:2]] == [0.5, 0.5]
 
 
-# --- what a hierarchy gives
-
-
 def test_expected_tokens_of_a_chain_are_those_of_every_outcome():
     for drafts, a in itertools.product((0, 1, 3), (0.0, 0.4, 1.0)):
         total = 0.0
@@ -192,9 +183,6 @@ def test_drafting_time_is_that_of_played_rounds():
     assert chain_seconds(5, 2, 0.6, middle, None)[-1] == 10
 
 
-# --- simulation
-
-
 @pytest.fixture(scope="module")
 def simulator() -> Engine:
     return Engine(random_model(SHAPE, torch.float32), "none")
@@ -212,9 +200,6 @@ def test_simulated_acceptance_is_what_was_stated(simulator, drafter, accepted, i
     assert row["acceptance"] == pytest.approx(accepted, abs=0.1)
     assert row["middle_acceptance"] == (None if inner is None else pytest.approx(inner, abs=0.1))
     assert row["time_to_first_token"] is None  # nothing was read
-
-
-# --- texts, tables, the command
 
 
 def test_texts_are_cut_from_files_in_turn_and_what_is_no_text_is_refused(tmp_path):

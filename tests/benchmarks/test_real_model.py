@@ -82,9 +82,6 @@ def test_a_package_that_cannot_be_had_is_said_so(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
-# --- the real one
-
-
 @pytest.fixture(scope="module")
 def loaded() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if not FOLDER.is_dir():

@@ -50,15 +50,9 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# --- the tokenizer ---------------------------------------------------------------------------------------------------
-
-
 @given(text=st.text(st.characters(exclude_categories=("Cs",))))
 def test_any_text_survives_the_tokenizer(small_tokenizer, text):
     assert small_tokenizer.decode(small_tokenizer(text).input_ids) == text
-
-
-# --- the tasks -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["rag", "needle", "table", "quote"])
@@ -74,13 +68,6 @@ def test_rag_answers_quote_one_document(seed):
     task = tasks.make("rag", Random(seed), PROSE)
     quoted = task.answer.removeprefix(" According to the documents: ").rstrip(".").split(". ")
     assert any(all(sentence in line for sentence in quoted) for line in task.prompt.splitlines() if line[0:1] == "[")
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_needle_and_quote_answers_stand_in_their_prompts(seed):
-    for kind in ("needle", "quote"):
-        task = tasks.make(kind, Random(seed), PROSE)
-        assert task.answer.strip() in task.prompt.rsplit("\nAnswer:", 1)[0]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -130,9 +117,6 @@ def test_word_problems_are_split_and_keep_odd_line_ends(tmp_path):
     assert held_out[0] == ("Question: 0\u2028?\nAnswer:", " 0")
 
 
-# --- the corpus ------------------------------------------------------------------------------------------------------
-
-
 def test_batches_are_a_function_of_seed_and_step(small_tokenizer):
     data = corpus.build(PROSE, small_tokenizer)
     stage = Stage("all", 1.0, length=128, rows=6, mix={"prose": 1, "rag": 1, "table": 1, "quote": 1, "spans": 1})
@@ -176,9 +160,6 @@ def test_gaps_need_a_mask_of_ones_or_transformers_masks_across_them():
     cut = model(tokens[:, 20:], position_ids=torch.arange(12)[None]).logits
     assert torch.allclose(scores(gaps, None)[:, 20:], log_softmax(cut, -1))  # taken for a second, packed sequence
     assert not torch.allclose(scores(gaps, ones)[:, 20:], log_softmax(cut, -1))
-
-
-# --- the recipe ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(32, 48), (48, 32)])
@@ -257,9 +238,6 @@ def test_a_quick_run_replaces_neither_the_bundled_models_nor_a_real_run(monkeypa
     arguments = ["train-bundled", "--quick", "--threads", str(torch.get_num_threads()), *given]
     assert CliRunner().invoke(app, arguments).exit_code == 0
     assert called == [(Path(out), Path(weights))]
-
-
-# --- what is bundled -------------------------------------------------------------------------------------------------
 
 
 def test_importing_the_package_imports_no_torch():
