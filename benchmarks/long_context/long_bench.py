@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, pairwise
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -171,9 +171,10 @@ def combine(parts: Sequence[Sequence[LongSeries]]) -> list[LongSeries]:
     found = []
     for same in zip(*parts, strict=True):
         runs, seconds = (
-            chain.from_iterable(getattr(one, name) for one in same) for name in ("runs", "prefill_seconds")
+            [rounds for one in same for rounds in one.runs],
+            [s for one in same for s in one.prefill_seconds],
         )
-        found.append(LongSeries(same[0].contestant, list(runs), list(seconds)))
+        found.append(LongSeries(same[0].contestant, runs, seconds))
     return found
 
 
