@@ -23,7 +23,7 @@ from forerun.models.forward.gate import admit
 from forerun.models.forward.gpu_scorer import GpuScorer
 from forerun.models.forward.runtime import default_runtime, without_folder
 
-TEXTS = 2  # texts of a new engine: the promise holds from the first one on
+TEXTS = 2  # requests to a new engine: drafts must pay from the first one on
 PROMPT_TOKENS = 12
 ENGINES = 2  # engines of each kind: most of a part's time is their load
 OFFLOADED_RATE = 0.9

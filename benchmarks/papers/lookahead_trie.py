@@ -74,7 +74,7 @@ class NGrams:
 
 @dataclass
 class _Live:
-    """A request: its n-grams, how much of its text is counted, and its output."""
+    """A request: its n-grams, how many of its tokens are counted, and its output."""
 
     own: NGrams
     known: int

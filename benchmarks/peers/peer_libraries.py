@@ -26,7 +26,7 @@ from forerun.models.forward.architecture import is_stored
 DTYPES = (torch.float32, torch.bfloat16)  # types in which peers and transformers can have the same weights
 FIND = "import importlib.util, sys; print(*[name for name in sys.argv[1:] if not importlib.util.find_spec(name)])"
 """A program that prints which of the modules in its arguments cannot be found."""
-SPARE = 64  # positions for drafts after the longest text
+SPARE = 64  # positions for drafts after the longest request
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from forerun.policy.cost_curve import CostCurve
 from forerun.policy.decision import DraftPasses
 from forerun.policy.pass_shape import PassShape
 
-RIGHT, WRONG, OTHER = 7, 9, 10  # the token of every text, and what drafts have where they are wrong
+RIGHT, WRONG, OTHER = 7, 9, 10  # the token of every request, and those of rejected drafts
 
 
 def never(row: int, place: int) -> bool:

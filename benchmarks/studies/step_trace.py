@@ -99,7 +99,7 @@ def traced(engine: forerun.Engine, prompts: list[str], tokens: int) -> dict[str,
         tracer = Tracer()
         with tracer.tracing():
             engine.generate(prompt, max_new_tokens=tokens)
-        steps += tracer.steps[1:]  # the first one reads the prompt
+        steps += tracer.steps[1:]  # the first one is the prefill
     lines = usual([step.lines for step in steps])
     return {
         "files": len({name for name, _ in lines}),

@@ -27,7 +27,7 @@ from forerun.trie import logistic_mixer
 from forerun.trie.trie import Trie
 
 PROMPT_MATCH, ANSWER = 1200, 700  # characters of a continued text, at most
-AGAIN = 0.25  # share of requests that were asked before
+AGAIN = 0.25  # share of requests that repeat an earlier one
 
 Request = tuple[str, str]
 Kind = Callable[[Random], Iterator[Request]]
