@@ -1,7 +1,6 @@
 """``python -m benchmarks``: the papers' tables, studies, load tests and predictions. Not part of the package.
 
-A command is a dataclass of options and a function ``run(options)`` in one module, which is imported only when the
-command is called.
+A command is a dataclass of options and ``run(options)`` in one module, imported when the command is called.
 """
 
 from __future__ import annotations
@@ -24,25 +23,25 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "papers triforce": ("papers.triforce:TriforceOptions", "TriForce's tables: decoding after long prompts."),
     "server load": ("server.load_command:ServingOptions", "Servers under load, with and without drafts."),
     "server attack": ("server.attack:AttackOptions", "Two tenants, of whom one attacks."),
-    "server agents": ("server.agents:AgentOptions", "How soon an agent's turns begin, beside llama-server."),
-    "capacity": ("capacity.capacity:CapacityOptions", "What a model takes on given devices, and the tables of docs/scaling.md."),
-    "models": ("studies.models:ModelsOptions", "What each family of models does, and what is refused: docs/results/models.md."),
+    "server agents": ("server.agents:AgentOptions", "The time to the first token of an agent's turns, beside llama-server."),
+    "capacity": ("capacity.capacity:CapacityOptions", "Memory and speed of a model on given devices, and the tables of docs/scaling.md."),
+    "models": ("studies.models:ModelsOptions", "How each family of models runs, and what is refused: docs/results/models.md."),
     "passes": ("studies.passes:PassesOptions", "What passes of 1 to 64 tokens cost, beside the memory's bandwidth."),
     "heads": ("studies.head_costs:HeadsOptions", "What a trained head costs, in plain passes of its target."),
-    "activations": ("studies.activations:ActivationsOptions", "What activations of eight bits change of a GGUF model's distributions."),
+    "activations": ("studies.activations:ActivationsOptions", "Divergence of a GGUF model's distributions by quantised activations."),
     "gpu": ("gpu.gpu_command:GpuOptions", "Forerun on this machine's GPU: exactness, bandwidth, passes, long contexts."),
-    "gpu-host": ("gpu.host_time:HostTimeOptions", "What a step on a GPU costs the host, measured without one."),
-    "exact-texts": ("studies.exact_texts:ExactTextsOptions", "How many texts differ, bit for bit, between any drafter and none."),
+    "gpu-host": ("gpu.host_time:HostTimeOptions", "What a step on a GPU costs the host, measured without a GPU."),
+    "exact-texts": ("studies.exact_texts:ExactTextsOptions", "How many outputs differ, in any token, between any drafter and none."),
     "decisions": ("studies.decisions:DecisionOptions", "What the planner decides on a simulated clock, beside each source alone."),
     "step-trace": ("studies.step_trace:TraceOptions", "How much Python a step runs: files, functions and lines."),
     "constants": ("studies.constants:ConstantsOptions", "How much each hand-set constant matters."),
     "proposers": ("studies.proposers:ProposersOptions", "Forerun's proposer for vLLM beside prompt lookup, replayed."),
-    "train-bundled": ("training.train:TrainOptions", "Train the bundled models anew."),
+    "train-bundled": ("training.train:TrainOptions", "Train the bundled models."),
     "evaluate-bundled": ("training.evaluate:EvaluateOptions", "Evaluate the bundled models as MODEL_CARD.md shows it."),
-    "learn-evidence": ("training.learn_evidence:EvidenceOptions", "Write what the trie takes evidence to be worth at first."),
+    "learn-evidence": ("training.learn_evidence:EvidenceOptions", "Train the trie's initial weights: src/forerun/trie/prior.npy."),
     "train-head": ("training.train_head:HeadOptions", "Train an EAGLE-3 head or MTP layer for a model, from texts that it wrote."),
     "evaluate-head": ("training.evaluate_head:EvaluateHeadOptions", "A trained head beside the trie, alone and in auto."),
-    "learn-recycled": ("training.learn_recycled:RecycledOptions", "Write what recycled logits are worth at first."),
+    "learn-recycled": ("training.learn_recycled:RecycledOptions", "Train the initial weights of recycled logits, in the same file."),
     "update-pages": ("reporting.update_pages:UpdateOptions", "Put the last measured tables into README.md and docs/."),
 }  # fmt: skip
 """Where each command's options are, and what it measures."""

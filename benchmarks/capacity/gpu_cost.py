@@ -1,11 +1,9 @@
-"""What a pass of Forerun's GPU program costs, kernel by kernel: predicted milliseconds beside what an H200 measured.
+"""Predicted milliseconds of a pass of Forerun's GPU program, kernel by kernel, beside what an H200 measured.
 
-A pass over one token reads its weights, keys and values at the bandwidth that a sum gets. Between two products run
-kernels that read no weights; each costs some microseconds, and so does the start of a product. The host describes the
-pass before it is launched. The constants of ``BEFORE`` come from the H200's measurements (``docs/decisions.md``, 'The
-first GPU'); those of ``AFTER`` are what the changes since then should leave, and were not measured.
-
-TriForce makes E = (1 - a^(g+1)) / (1 - a) tokens in g drafts, one verification and what else a step costs.
+A pass over one token reads its weights, keys and values at the bandwidth of a sum. Between two products run kernels
+that read no weights; each costs some microseconds, and so does the start of a product. The host describes the pass
+before it is launched. ``BEFORE`` is by the H200's measurements (``docs/decisions.md``, 'The first GPU'); ``AFTER`` is
+what the changes since then should leave, and was not measured.
 """
 
 from __future__ import annotations
@@ -21,33 +19,28 @@ from benchmarks.reporting.study_report import Report, listing
 from forerun.bench.machine import Row
 from forerun.kernels.gpu.pass_tables import splits_of
 
-CARDS = ("h100", "h200", "a100-80gb", "rtx-4090")
-"""Of ``capacity.DEVICES``."""
+CARDS = ("h100", "h200", "a100-80gb", "rtx-4090")  # of capacity.DEVICES
 BANDWIDTH_SHARE = 4.06 / 4.8
 """What a sum reads of a data sheet's bandwidth (H200). The other cards are assumed to do as well."""
-HOST_LINK_SHARE = 55 / 63
-"""What a pinned copy gets of a host link, assumed: 55 GB/s over PCIe 5.0 with 16 lanes."""
+HOST_LINK_SHARE = 55 / 63  # what a pinned copy gets of a host link, assumed: 55 GB/s over PCIe 5.0 with 16 lanes
 LAUNCH_MICROSECONDS = 1.5
 """Of a kernel's cost, what passes before any of its programs runs; nothing can be prefetched then. Assumed."""
-PREFETCHING_CARDS = ("h100", "h200")
-"""Cards that have ``cp.async.bulk.prefetch.L2``."""
+PREFETCHING_CARDS = ("h100", "h200")  # cards that have cp.async.bulk.prefetch.L2
 
 
 class Code(NamedTuple):
-    """What a version of the code costs, in microseconds unless said otherwise.
+    """Costs of a version of the code, in microseconds unless said otherwise.
 
     Attributes:
         norm, rotate, gate: a kernel between products.
-        combine: merging splits, without its rounds of loads.
-        round: one round of loads of splits' states.
-        splits_ahead: splits of a round.
+        combine: merging splits, without its rounds of loads; ``round`` is one of these, for ``splits_ahead`` splits.
         product: a product's start and end.
-        scan_share: of the bandwidth that reading keys and values gets, with one query head a KV head.
-        grouped_scan_share: with several.
+        scan_share, grouped_scan_share: share of the bandwidth that reading keys and values gets, with one query head a
+            KV head, and with several.
         host: before a pass is launched.
-        level: per pass of a speculation step, for asking levels and reading what they chose.
+        level: per pass of a speculation step, for its proposals and reading what levels chose.
         step: of a speculation step, besides its passes.
-        prefetched: bytes of weights that a norm, gate or combine asks for.
+        prefetched: bytes of weights that a norm, gate or combine prefetches.
     """
 
     norm: float = 5.8
@@ -80,7 +73,7 @@ def pass_milliseconds(shape: ModelShape, card: str, context: int, code: Code) ->
     network = shape.hidden * shape.intermediate * shape.weight_bytes
 
     def seen(cost: float, weights: float) -> float:
-        """Return what is left of a kernel's cost while the next product's weights are read."""
+        """Return what remains of a kernel's cost while the next product's weights are prefetched."""
         hidden = min(max(0.0, cost - LAUNCH_MICROSECONDS), min(code.prefetched, weights) / bandwidth)
         return cost - (hidden if card in PREFETCHING_CARDS else 0.0)
 
@@ -100,26 +93,23 @@ MEASURED = {
     ("llama-2-7b", 2048): 5.25, ("llama-2-7b", 122_000): 21.6, ("llama-3-8b", 2048): 5.57,
     ("llama-3-8b", 122_000): 11.3, ("smollm2-135m", 2048): 2.8,
 }  # fmt: skip
-"""Milliseconds on an H200 before the changes, by shape and context; these cases are predicted. SmolLM2's is of whole
-texts (350 tokens a second, short prompts)."""
-BUDGET = 4096
-"""Tokens of the retrieval cache."""
+"""Milliseconds on an H200 before the changes, by shape and context. SmolLM2's is of short requests (350 tokens a
+second)."""
+BUDGET = 4096  # tokens of the retrieval cache
 SMALL_ACCEPTANCE, SMALL_DRAFTS, SMALL_TOKENS = 0.45, 2, 260
 """The small level: its acceptance rate, drafts a middle pass, and the tokens that it sees."""
 MOST_DRAFTS = 32
 MEASURED_TRIFORCE = {"chain": 1.40, "small level": 1.39}
 """Speed-ups at an acceptance of 0.9 that the H200 measured before the changes, over 256 tokens."""
-ACCEPTANCES = (0.9, 0.923)
-"""The second is that of the paper at temperature 0 (table 2)."""
+ACCEPTANCES = (0.9, 0.923)  # the second is that of the paper at temperature 0 (table 2)
 
 
-Seconds = Callable[[int], float]
-"""Seconds of a pass by its tokens."""
+Seconds = Callable[[int], float]  # seconds of a pass by its tokens
 
 
 def expected_tokens(acceptance: float, drafts: int) -> float:
     """Return the expected tokens of a step that verifies a chain, if each draft is accepted with this probability
-    (Leviathan et al., 2023, equation 1; reference [22] of the TriForce paper)."""
+    (Leviathan et al., 2023, equation 1)."""
     return sum(acceptance**i for i in range(drafts + 1))
 
 
@@ -127,29 +117,23 @@ def chain_seconds(most: int, gamma1: int, acceptance: float, middle: Seconds, sm
     """Return the expected seconds in which a middle level makes chains of 0, 1, ..., ``most`` tokens.
 
     Args:
-        gamma1: tokens that the small model drafts at a time.
-        acceptance: rate at which the middle level accepts them.
-        middle: the middle level's passes.
-        small: seconds of the small model's pass over one token; None if there is no small model.
+        gamma1: tokens that the small model drafts at a time; the middle level accepts them at the rate ``acceptance``.
+        small: seconds of the small model's pass over one token; None without one.
     """
     if small is None:
         return [drafts * middle(1) for drafts in range(most + 1)]
     found = [0.0]
     for missing in range(1, most + 1):
         tested = min(gamma1, missing - 1)
-        rest = sum(chance * found[missing - 1 - n] for n, chance in enumerate(_accepted(acceptance, tested)))
+        accepted = [acceptance**n * (1 - acceptance) for n in range(tested)] + [acceptance**tested]
+        rest = sum(chance * found[missing - 1 - n] for n, chance in enumerate(accepted))
         found.append(gamma1 * small + middle(tested + 1) + rest)
     return found
 
 
-def _accepted(acceptance: float, tested: int) -> list[float]:
-    """Return chances that 0, 1, ... of so many chained drafts are accepted."""
-    return [acceptance**n * (1 - acceptance) for n in range(tested)] + [acceptance**tested]
-
-
 class StepCosts(NamedTuple):
-    """Milliseconds of a speculation step's parts: a plain pass, the verification, a draft of the middle level, one of
-    the small level, and all else."""
+    """Milliseconds of a plain pass, the verification, a draft of the middle level, one of the small level, and all
+    else."""
 
     plain: float
     verify: float
@@ -159,7 +143,7 @@ class StepCosts(NamedTuple):
 
 
 def step_costs(card: str, code: Code, offloaded: bool = False) -> StepCosts:
-    """Of Llama-2-7B's shape at 122,000 tokens, with its keys and values on the card or all in the host's memory."""
+    """Return costs for Llama-2-7B at 122,000 tokens, with keys and values on the card or in the host's memory."""
     shape, context, level = MODELS["llama-2-7b"], CONTEXTS[-1], code.level / 1000
     plain = pass_milliseconds(shape, card, context, code) + level
     if offloaded:
@@ -170,7 +154,7 @@ def step_costs(card: str, code: Code, offloaded: bool = False) -> StepCosts:
 
 
 def speed_up(costs: StepCosts, acceptance: float, hierarchy: bool) -> float:
-    """Return the speed-up over plain decoding, with the best draft length."""
+    """Return the speed-up over plain decoding at the best draft length."""
     drafting = chain_seconds(
         MOST_DRAFTS, SMALL_DRAFTS, SMALL_ACCEPTANCE, lambda tokens: costs.draft, costs.small if hierarchy else None
     )
@@ -181,7 +165,6 @@ def speed_up(costs: StepCosts, acceptance: float, hierarchy: bool) -> float:
 
 
 def fits(shape: ModelShape, card: str, context: int) -> bool:
-    """Return whether one card holds the weights, keys and values."""
     found = fit(shape, Machine(DEVICES[card]), context)
     return found.possible and not found.streamed
 
@@ -191,12 +174,12 @@ COLUMNS = {"case": "before → after", **{card: card for card in CARDS}, "measur
            "off": "predicted is off by"}  # fmt: skip
 DRAFTS = {"a chain": ("chain", False, False), "a small level": ("small level", True, False),
           "a chain, keys and values in the host's memory": ("offloaded", False, True)}  # fmt: skip
-"""Drafts by the target over a retrieval cache: how they are named here and in ``MEASURED_TRIFORCE``, whether a small
-level is under them, and where keys and values are."""
+"""Drafts over a retrieval cache: their name in ``MEASURED_TRIFORCE``, whether a small level drafts for them, and
+whether keys and values are in the host's memory."""
 
 
 def plain_rows() -> Iterator[Row]:
-    """Yield milliseconds a token of plain decoding, on each card that holds the model and the text."""
+    """Yield plain decoding's milliseconds a token, on each card that holds the model and the request."""
     for name, shape in MODELS.items():
         for context in (each for each in CONTEXTS if (name, each) in MEASURED):
             for card in (each for each in CARDS if fits(shape, each, context)):
@@ -215,9 +198,8 @@ def triforce_rows() -> Iterator[Row]:
         for acceptance in ACCEPTANCES:
             for card in CARDS:
                 if offloaded or fits(MODELS["llama-2-7b"], card, CONTEXTS[-1]):
-                    before, after = (
-                        speed_up(step_costs(card, code, offloaded), acceptance, hierarchy) for code in CODES.values()
-                    )
+                    costs = (step_costs(card, code, offloaded) for code in CODES.values())
+                    before, after = (speed_up(each, acceptance, hierarchy) for each in costs)
                     known = (card, acceptance) == (MEASURED_ON, ACCEPTANCES[0])
                     yield {
                         "case": f"{drafts}, acceptance {acceptance:g}", "card": card, "before": before, "after": after,
@@ -226,7 +208,6 @@ def triforce_rows() -> Iterator[Row]:
 
 
 def add_predicted(report: Report) -> None:
-    """Add both tables, and a plot of plain decoding's share of each card's bandwidth."""
     plain, drafted = list(plain_rows()), list(triforce_rows())
     report.add("predicted", "Milliseconds a token of plain decoding, predicted", plain, predicted_table(plain))
     report.add("drafted", "Speed-up of TriForce, predicted", drafted, predicted_table(drafted))
@@ -234,7 +215,7 @@ def add_predicted(report: Report) -> None:
 
 
 def predicted_table(rows: Sequence[Row]) -> str:
-    """Return a line for each case, a column for each card, and the error where a card was measured."""
+    """Return a line for each case, a column for each card, and the error where it was measured."""
     cases: dict[str, Row] = {}
     for row in rows:
         line = cases.setdefault(row["case"], {"case": row["case"]})
@@ -245,7 +226,6 @@ def predicted_table(rows: Sequence[Row]) -> str:
 
 
 def share_plot(plain: Sequence[Row]) -> tuple[Frame, list[str], list[Line]]:
-    """Return frame, groups and bars of the plot."""
     groups = list(dict.fromkeys(row["case"].replace(", ", "\n") for row in plain))
     lines = []
     for card in CARDS:

@@ -1,8 +1,4 @@
-"""Sizes of a model: what its weights, keys and values take, and what a token computes. No weights are needed.
-
-The shape is Llama's: per layer four attention matrices and a gated network of three, and two tables of the vocabulary
-(one, if they are tied). Norms are left out; they are under 0.01 % of the weights.
-"""
+"""Sizes of a model of Llama's shape: its weights, keys and values, without norms (under 0.01 % of the weights)."""
 
 from __future__ import annotations
 
@@ -12,8 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-POSITIONS = 1 << 20
-"""Of random models."""
+POSITIONS = 1 << 20  # of random models
 SHAPES = {
     "llama-2-7b": (32, 4096, 11008, 32, 32, 32000),
     "llama-2-13b": (40, 5120, 13824, 40, 40, 32000),
@@ -31,21 +26,17 @@ SHAPES = {
     "gemma-4-e2b": (35, 1536, 6144, 8, 1, 262_144, 256, True),
 }
 """Layers, hidden size, intermediate size, heads, KV heads, vocabulary; head size if not hidden / heads; tied tables.
-Qwen 3.5's are read as if all layers had attention; Qwens and Gemma without biases and norms of heads, Gemma without
-inputs of its own for each layer and with one width of all networks."""
+Attention in all layers, no biases, no norms of heads, and one width of all networks are assumed."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a model.
+    """The sizes of a model; raises ValueError if they do not fit together.
 
     Attributes:
         head: numbers of a head's key; by default hidden / heads.
-        tied: whether the output head is the input embedding.
-        weight_bytes, kv_bytes: bytes of one weight, and of one number of a key or value.
-
-    Raises:
-        ValueError: if the sizes do not fit together.
+        tied: whether the output matrix is the input embedding.
+        weight_bytes, kv_bytes: of one weight, and of one number of a key or value.
     """
 
     layers: int
@@ -62,10 +53,8 @@ class ModelShape:
     def __post_init__(self) -> None:
         sizes = (self.layers, self.hidden, self.intermediate, self.heads, self.kv_heads, self.vocabulary)
         if min(sizes) < 1 or self.heads % self.kv_heads or (self.head is None and self.hidden % (2 * self.heads)):
-            raise ValueError(
-                f"a shape of {sizes} is not possible: sizes must be positive, hidden a multiple of twice the heads, "
-                "and heads a multiple of kv_heads"
-            )
+            rule = "sizes must be positive, hidden a multiple of twice the heads, and heads a multiple of kv_heads"
+            raise ValueError(f"a shape of {sizes} is not possible: {rule}")
         if self.head is not None and self.head < 1:
             raise ValueError(f"head is {self.head}; it must be at least 1")
         for name in ("weight_bytes", "kv_bytes"):
@@ -79,16 +68,13 @@ class ModelShape:
             return cls(*SHAPES[text])
         parts = text.split(",")
         if len(parts) != 6 or not all(part.strip().isdigit() for part in parts):
-            raise ValueError(
-                f"a shape is {text!r}; give one of {', '.join(SHAPES)}, "
-                "or layers,hidden,intermediate,heads,kv_heads,vocabulary"
-            )
+            allowed = f"{', '.join(SHAPES)}, or layers,hidden,intermediate,heads,kv_heads,vocabulary"
+            raise ValueError(f"a shape is {text!r}; give one of {allowed}")
         layers, hidden, intermediate, heads, kv_heads, vocabulary = map(int, parts)
         return cls(layers, hidden, intermediate, heads, kv_heads, vocabulary)
 
     @property
     def head_dim(self) -> int:
-        """Numbers of a head's key, and of its value."""
         return self.head or self.hidden // self.heads
 
     @property
@@ -98,7 +84,7 @@ class ModelShape:
 
     @property
     def read_weights(self) -> int:
-        """Weights that a pass reads and multiplies with: all but an input embedding, which is only looked up in."""
+        """Weights that a pass reads: all but an input embedding, which is only looked up in."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.table
 
@@ -112,16 +98,15 @@ class ModelShape:
 
     @property
     def pass_bytes(self) -> float:
-        """Bytes of weights that a pass reads, however many tokens are in it."""
+        """Bytes of weights that a pass reads."""
         return self.read_weights * self.weight_bytes
 
     @property
     def token_kv_bytes(self) -> float:
-        """Bytes of one token's keys and values, over all layers."""
+        """Bytes of one token's keys and values in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.kv_bytes
 
     def config(self, **more: Any) -> LlamaConfig:
-        """Return transformers' configuration of a Llama of this shape."""
         sizes = {
             "num_hidden_layers": self.layers, "hidden_size": self.hidden, "intermediate_size": self.intermediate,
             "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim,
@@ -131,7 +116,7 @@ class ModelShape:
 
 
 def random_model(shape: ModelShape, dtype: torch.dtype, device: str = "cpu", **config: Any) -> PreTrainedModel:
-    """Return a decoder of this shape with seeded random weights, and further entries of its configuration."""
+    """Return a decoder of this shape with seeded random weights; ``config`` has further entries."""
     torch.manual_seed(0)
     with torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(shape.config(**config), dtype=dtype)

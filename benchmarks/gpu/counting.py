@@ -21,11 +21,11 @@ HOST_OPERATIONS = frozenset({"lift_fresh", "as_strided", "detach_"})
 
 
 class LaunchCounter(TorchDispatchMode):
-    """A context that counts what the host gives a device to do besides replays, where the device is a CPU.
+    """Counts what the host gives a device to do besides replays, within this context and on a CPU.
 
     Attributes:
         kernels: torch's operations that are kernels on a GPU, by name: all but views and new memory.
-        copies: pieces of memory brought there.
+        copies: pieces of memory copied there.
     """
 
     def __init__(self) -> None:

@@ -20,32 +20,26 @@ from forerun.core.tree import DraftTree
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.scorer import Scorer
 
-READ_BYTES = 1 << 31
-"""Bytes that are read to measure a GPU's bandwidth."""
+READ_BYTES = 1 << 31  # bytes that are read to measure a GPU's bandwidth
 SMOLLM2 = replace(ModelShape.parse("smollm2-135m"), tied=False)
 
 
 @dataclass(frozen=True)
 class GpuBench:
-    """Sizes.
+    """Sizes, and how times are measured.
 
     Attributes:
-        device, dtype: of the models.
-        shapes: of the large models, by name; the first one drafts in ``triforce`` and ``offload``.
-        layers: of the large models in ``kernels``, few and more; what one layer costs is the difference.
-        contexts: tokens in the cache.
-        far: contexts of ``bits``.
+        shapes: of the large models, of ``whole_layers`` layers; the first drafts in ``triforce`` and ``offload``.
+        layers: of the large models in ``kernels``, few and more; one layer's cost is the difference.
+        contexts, far: tokens in the cache, and those of ``bits``.
         rows: of a batch in ``bits``.
         passes: tokens of passes.
-        rounds: measurements of each; medians count.
+        rounds: of each measurement; medians count.
         buffer: bytes read to measure the bandwidth; copies have half of it, and pinning twice.
-        small: SmolLM2's shape.
-        draft: shape of TriForce's small model.
-        new_tokens: of a text.
+        small, draft: SmolLM2's shape, and that of TriForce's small model.
         budget: tokens of the retrieval cache.
         gammas, rates: draft lengths and acceptance rates of ``triforce``.
         offload: layers and draft length of ``offload``.
-        whole_layers: of the large models.
     """
 
     device: torch.device
@@ -69,7 +63,7 @@ class GpuBench:
 
     @classmethod
     def of_card(cls) -> GpuBench:
-        """On this machine's GPU."""
+        """Return the sizes for this machine's GPU."""
         shapes = {name: ModelShape.parse(name) for name in ("llama-2-7b", "llama-3-8b")}
         return cls(
             torch.device("cuda"), torch.bfloat16, shapes, (2, 8), (2048, 122_000), (5000, 20_000), 16,
@@ -79,7 +73,7 @@ class GpuBench:
 
     @classmethod
     def smallest(cls) -> GpuBench:
-        """On a CPU, in Triton's interpreter, where times mean nothing."""
+        """Return sizes for a CPU, in Triton's interpreter, where times mean nothing."""
         shape = ModelShape(1, 32, 48, 2, 1, 61)
         return cls(
             torch.device("cpu"), torch.float32, {"smallest": shape}, (1, 2), (40, 280), (270,), 2, (1, 2), 1, 1 << 20,
@@ -88,16 +82,14 @@ class GpuBench:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether times mean anything."""
         return self.device.type == "cuda"
 
     def model(self, shape: ModelShape, layers: int | None = None) -> PreTrainedModel:
-        """Random weights of this shape, or of so many layers of it."""
         chosen = shape if layers is None else replace(shape, layers=layers)
         return random_model(chosen, self.dtype, str(self.device))
 
     def seconds(self, work: Callable[[], Any], rounds: int | None = None) -> float:
-        """Median time of a call and of what it launches, after two that warm up."""
+        """Return the median time of a call and of what it launches, after two warm-up calls."""
         times = []
         for _ in range((rounds or self.rounds) + 2):
             self.wait()
@@ -108,7 +100,7 @@ class GpuBench:
         return median(times[2:])
 
     def device_seconds(self, work: Callable[[], Any], repeats: int) -> float:
-        """Median time of what a call launches, of so many in one CUDA graph. On a CPU that of calls."""
+        """Return the median time of what a call launches, from ``repeats`` in one CUDA graph; on a CPU, of a call."""
 
         def works() -> None:
             for _ in range(repeats if self.on_gpu else 1):
@@ -123,7 +115,7 @@ class GpuBench:
         return self.seconds(graph.replay) / repeats
 
     def host_seconds(self, work: Callable[[], Any]) -> float:
-        """Median time until a call returns; what it launched may still run."""
+        """Return the median time until a call returns; what it launched may still run."""
         times = []
         for _ in range(self.rounds):
             self.wait()
@@ -143,11 +135,11 @@ class GpuBench:
         return reader.nbytes / self.seconds(reader)
 
     def prompt(self, scorer: Scorer, context: int, seed: int = 0) -> FullCache:
-        """A cache of so many random tokens, with room for a pass."""
+        """Return a cache of random tokens, with room for a pass."""
         return random_prompt(scorer, context, max(self.passes) + 1, scorer.vocabulary, seed).cache
 
 
 def block_of(tokens: int, at: int) -> Block:
-    """A draft chain, ``tokens`` with the token before it."""
+    """Return a draft chain: ``tokens`` with the token before it."""
     ids = torch.arange(tokens).numpy()
     return Block(ids[:1], DraftTree.chain(ids[1:]), at)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,8 +18,7 @@ import torch
 import typer
 
 from benchmarks.gpu.part_process import rows_file
-from benchmarks.reporting.common_options import ListOptions, list_option, names_of
-from benchmarks.reporting.json_lines import json_lines
+from benchmarks.reporting.common_options import ListOptions, json_lines, list_option, names_of
 from forerun.bench.machine import Row
 from forerun.cli.options import DebugOptions, Out, option
 from forerun.cli.terminal import say
@@ -28,34 +27,26 @@ PART_SECONDS = {
     "machine": 15, "bits": 40, "kernels": 60, "choices": 40, "auto": 40, "triforce": 90, "offload": 60,
 }  # fmt: skip
 """The parts in their order, and after how long each is ended. A new machine compiles the kernels in ``bits``."""
-DRY_RUN_SECONDS = 600
-"""The limit of each part in Triton's interpreter."""
+DRY_RUN_SECONDS = 600  # the limit of each part in Triton's interpreter
 
 
 @dataclass(frozen=True)
 class GpuOptions(ListOptions, DebugOptions):
     """Measure Forerun on this machine's GPU, in seven parts and at most 345 seconds; nothing is downloaded.
 
-    Each part has a process of its own, which is ended when its time is over; rows measured until then count. As a part
-    ends, a line of JSON with its rows and its goals goes to stdout and to gpu.jsonl in --out.
+    Each part is a process, killed at its limit; rows measured until then count. As a part ends, a line of JSON with its
+    rows and goals goes to stdout and to gpu.jsonl in --out.
     """
 
     parts: Annotated[str, list_option("Output", f"Of {', '.join(PART_SECONDS)}.")] = ",".join(PART_SECONDS)
-    dry_run: Annotated[
-        bool, option("--dry-run", panel="Output", help="Run each part's code on the CPU, over tiny models in Triton's "
-                     "interpreter; its times mean nothing."),
-    ] = False  # fmt: skip
+    dry_run: Annotated[bool, option("--dry-run", panel="Output", help="On the CPU, tiny; no times.")] = False
     out: Out = Path("runs/gpu")
 
     names = names_of("parts", PART_SECONDS)
 
 
 def run(options: GpuOptions) -> None:
-    """Measure part by part, and print a line for each.
-
-    Raises:
-        ValueError: without Triton, or without a GPU unless this is a dry run.
-    """
+    """Measure part by part; raise ValueError without Triton, or without a GPU unless this is a dry run."""
     if find_spec("triton") is None:
         raise ValueError("the kernels for GPUs need Triton, which is not installed: pip install triton")
     if not options.dry_run and not torch.cuda.is_available():
@@ -76,7 +67,7 @@ def run(options: GpuOptions) -> None:
 
 
 def part(name: str, options: GpuOptions) -> Row:
-    """Run a part's process to its end or for its time, and return what it measured, beside its goals."""
+    """Run a part's process to its end or its limit; return its rows and goals."""
     limit = DRY_RUN_SECONDS if options.dry_run else PART_SECONDS[name]
     began = time.monotonic()
     status = _run_child(name, options, limit)
@@ -89,7 +80,7 @@ def part(name: str, options: GpuOptions) -> Row:
 
 
 def _run_child(name: str, options: GpuOptions, limit: float) -> int | None:
-    """The exit status of a part's process; None if it was ended, with all that it had begun, after so many seconds."""
+    """Return the exit status of a part's process; None if it and its children were killed at the limit."""
     rows_file(options.out, name).unlink(missing_ok=True)
     environment = dict(os.environ)
     environment.pop("TRITON_INTERPRET", None)
@@ -112,16 +103,8 @@ def _run_child(name: str, options: GpuOptions, limit: float) -> int | None:
 
 
 class Goal(NamedTuple):
-    """A goal of one part.
-
-    Attributes:
-        part: whose rows have the figure.
-        what: the figure, in words.
-        wanted: at least, or at most so much.
-        most: whether it is a bound from above.
-        worst: whether the worst of the rows counts, or the best.
-        value: a row's figure; None if it has none.
-    """
+    """A goal of one part: a bound from above (``most``) or below on a row's ``value``, if it has one. The ``worst`` or
+    the best row counts."""
 
     part: str
     what: str
@@ -139,12 +122,9 @@ def _speed_up(rate: float | None = None) -> Callable[[Row], float | None]:
     return lambda row: row.get("speed_up") if row["contestant"] != "none" and row.get("rate") == rate else None
 
 
-def _differs(row: Row) -> float | None:
-    return None if "same_bits" not in row else float(not row["same_bits"])
-
-
 GOALS = (
-    Goal("bits", "differences", 0, True, True, _differs),
+    Goal("bits", "differences", 0, True, True,
+         lambda row: None if "same_bits" not in row else float(not row["same_bits"])),
     Goal("kernels", "share of the bandwidth at 2,048 tokens", 0.75, False, True, _share(2048)),
     Goal("kernels", "share of the bandwidth at 122,000 tokens", 0.85, False, True, _share(122_000)),
     Goal("auto", "speed of auto by none's", 0.97, False, True,
@@ -158,18 +138,14 @@ GOALS = (
 
 
 def reached(part: str, rows: Iterable[Row]) -> list[Row]:
-    """The goals of a part of which something was measured, each beside its figure."""
+    """Return the goals of a part that have figures."""
     rows = list(rows)
     found = []
     for goal in (each for each in GOALS if each.part == part):
         values = [value for row in rows if (value := goal.value(row)) is not None]
         if values:
-            figure = _figure(goal, values)
+            figure = max(values) if goal.most == goal.worst else min(values)
             met = figure <= goal.wanted if goal.most else figure >= goal.wanted
             bound = "at most" if goal.most else "at least"
             found.append({"goal": goal.what, "wanted": f"{bound} {goal.wanted:g}", "reached": figure, "met": met})
     return found
-
-
-def _figure(goal: Goal, values: Sequence[float]) -> float:
-    return max(values) if goal.most == goal.worst else min(values)

@@ -15,7 +15,7 @@ import torch
 from benchmarks.capacity.shapes import ModelShape, random_model
 from benchmarks.gpu.counting import LaunchCounter
 from benchmarks.gpu.interpreter import host_code
-from benchmarks.reporting.study_report import Report, deliver, listing
+from benchmarks.reporting.study_report import Report, listing
 from forerun.bench.machine import Row
 from forerun.cli.options import Out, OutputOptions, Rounds, option
 from forerun.core.long_context import LongContextConfig
@@ -36,9 +36,9 @@ PROMPT_TOKENS = 200
 
 @dataclass(frozen=True)
 class HostTimeOptions(OutputOptions):
-    """The host's part of a step on a GPU: replays and kernels do nothing here, and texts are of no meaning.
+    """The host's part of a step on a GPU: replays and kernels do nothing here, and outputs have no meaning.
 
-    Counts what is launched and copied besides replays, and times steps. Writes JSON and Markdown.
+    Counts launches and copies besides replays, and times steps. Writes JSON and Markdown.
     """
 
     layers: Annotated[int, option(panel="Model", help="Layers of the model.", min=1)] = 32
@@ -48,15 +48,16 @@ class HostTimeOptions(OutputOptions):
 
 
 def run(options: HostTimeOptions) -> None:
-    report = Report("The host's part of a step on a GPU", {"layers": options.layers, "tokens": options.tokens})
+    settings = {"layers": options.layers, "tokens": options.tokens}
+    report = Report("The host's part of a step on a GPU", settings, options.out, "gpu-host", options.json)
     with host_code():
         found = list(host_rows(options))
     report.add("host", "Steps", found, listing(found, COLUMNS))
-    deliver(report, options.out, "gpu-host", options.json)
+    report.end()
 
 
 def host_rows(options: HostTimeOptions) -> Iterator[Row]:
-    """What steps take with each drafter; within ``host_code``."""
+    """Measure steps with each drafter; call within ``host_code``."""
     shape = ModelShape(options.layers, 32, 32, 4, 2, 512)
     model, small = random_model(shape, torch.bfloat16), random_model(replace(shape, layers=2), torch.bfloat16)
     settings = LongContextConfig(small, cache_budget=64, chunk=8, gamma2=4, sparse="retrieval", paced=False)
@@ -67,7 +68,7 @@ def host_rows(options: HostTimeOptions) -> Iterator[Row]:
 
 
 def host_runtime() -> Runtime:
-    """A runtime that measures nothing and believes all: what passes compute has no meaning."""
+    """Return a runtime that measures and checks nothing, as the results of passes have no meaning."""
     return Runtime(
         work_seconds, lambda scorer: CostCurve.linear(24), lambda *_: Exactness("bitwise"), lambda *_: None,
         static_lists=lambda scorer: NO_ROWS,
@@ -83,15 +84,12 @@ def _steps(engine: Engine, rows: int, options: HostTimeOptions) -> Row:
     requests = engine.requests(texts, max_new_tokens=options.tokens, eos_token_id=None)
     with LaunchCounter() as counter:
         _timed(engine.run(requests), counter.clear)
-    return {
-        "microseconds": 1e6 * statistics.median(seconds[1:]),
-        "kernels": counter.kernels.total() / _steps_of(requests),
-        "copies": counter.copies / _steps_of(requests),
-    }
+    kernels, copies = (count / _steps_of(requests) for count in (counter.kernels.total(), counter.copies))
+    return {"microseconds": 1e6 * statistics.median(seconds[1:]), "kernels": kernels, "copies": copies}
 
 
 def _timed(commits: Iterator[Commit], begin: Callable[[], None]) -> float:
-    """The thread's own seconds of all steps but the first, which reads prompts; ``begin`` is called after it."""
+    """Return the thread's processor seconds of all steps but the first, a prefill; call ``begin`` after it."""
     next(commits)
     begin()
     began = time.thread_time()  # on a busy machine others have the core at times

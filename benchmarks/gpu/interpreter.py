@@ -31,8 +31,8 @@ class Idle:
 
 @contextmanager
 def host_code() -> Iterator[None]:
-    """A context in which models on a CPU run as on a GPU whose kernels take no time and compute nothing: what is left
-    is the host's part. Tensors count as lying elsewhere, and texts are what memory happens to hold."""
+    """Run models on a CPU as on a GPU whose kernels cost and compute nothing: only the host's part remains, and outputs
+    have no meaning."""
     from forerun.core import transfers, verify
     from forerun.decoding.sources import trie_source
     from forerun.kernels.gpu import attend
@@ -64,13 +64,10 @@ def _overwrite(to: Any, source: Any) -> None:
 
 @contextmanager
 def gpu_code(device: torch.device) -> Iterator[None]:
-    """A context in which models on this device run as on a GPU. On a GPU it changes nothing.
+    """Run models on this device as on a GPU; raise ValueError on a CPU without Triton. On a GPU, change nothing.
 
-    In the interpreter a program of a kernel runs for milliseconds, whatever it computes. So prompts' chunks, the texts
-    by which exactness is tested and the passes that are timed are a few tokens long.
-
-    Raises:
-        ValueError: on a CPU, without Triton.
+    A program runs for milliseconds in the interpreter, so prompts' chunks, exactness tests and timed passes have few
+    tokens.
     """
     if device.type == "cuda":
         yield

@@ -19,7 +19,7 @@ from forerun.kernels.recurrent.short_convolution import convolve
 
 
 def product(shape: ModelShape, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Row:
-    """A matrix product: all tokens at once beside passes of these sizes."""
+    """Check a matrix product: all tokens at once beside passes of these sizes."""
     from forerun.kernels.gpu import linear
 
     x, weight = (_random(*size).to(device, dtype) for size in ((max(sizes) + 1, shape.hidden), (61, shape.hidden)))
@@ -29,12 +29,12 @@ def product(shape: ModelShape, sizes: Sequence[int], dtype: torch.dtype, device:
 
 
 def attention(shape: ModelShape, context: int, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Row:
-    """Attention of a text's last tokens: in one pass beside passes of these sizes."""
+    """Check the attention of the last tokens: in one pass beside passes of these sizes."""
     size, count = shape.head_dim, max(sizes)
     text = _random(2, shape.kv_heads, context + count, size).to(device, dtype)
     q = _random(1, shape.heads, count, size).to(device, dtype)
-    whole = _attend(q, text, context)
-    same = all(torch.equal(_attend(q[:, :, :n].contiguous(), text, context), whole[:, :, :n]) for n in sizes)
+    whole = attention_call(q, *text, context)()
+    same = all(torch.equal(attention_call(q[:, :, :n].contiguous(), *text, context)(), whole[:, :, :n]) for n in sizes)
     keys, values = text[:, None].double().repeat_interleave(shape.heads // shape.kv_heads, 2)
     seen = torch.ones(count, context + count, dtype=torch.bool, device=device).tril(context)
     right = functional.scaled_dot_product_attention(q.double(), keys, values, seen, scale=size**-0.5)
@@ -54,12 +54,8 @@ RECURRENT_TREE = np.array([-1, 0, 1, 2, 2, 1, 5, 0, 7, 3, 3, 4, 8])
 
 
 def recurrence(name: str, device: torch.device, divisor: int = 1) -> Row:
-    """A recurrent layer over a tree, beside float64 on the CPU, and each node alone with its ancestors.
-
-    Args:
-        name: of ``RECURRENCES``.
-        divisor: of heads and channels, where the interpreter is too slow for all of them.
-    """
+    """Check a recurrent layer over a tree, beside float64 on the CPU, and each node alone with its ancestors.
+    ``divisor`` reduces heads and channels, as the interpreter is slow."""
     shape = RECURRENCES[name]
     if shape is None:
         inputs = _convolution_inputs(CONVOLVED_CHANNELS // divisor)
@@ -79,7 +75,7 @@ def recurrence(name: str, device: torch.device, divisor: int = 1) -> Row:
 
 
 def _path_to(node: int) -> list[int]:
-    """A node of the tree with its ancestors, in order."""
+    """Return a node with its ancestors, in order."""
     path = [node]
     while RECURRENT_TREE[path[0]] >= 0:
         path.insert(0, int(RECURRENT_TREE[path[0]]))
@@ -100,7 +96,7 @@ def _run_states(shape: GatedShape, inputs: Sequence[torch.Tensor], parents: IntA
 
 
 def _convolution_inputs(channels: int) -> list[torch.Tensor]:
-    """Tokens of the tree, tokens before it (those of a row are the same), and weights."""
+    """Return tokens of the tree, no gates, tokens before it, and weights."""
     n = len(RECURRENT_TREE)
     before, weights = _random(CONVOLVED_TAPS - 1, channels), _random(CONVOLVED_TAPS, channels)
     return [_random(n, channels), torch.zeros(n, 0), before, weights]
@@ -113,15 +109,10 @@ def _convolve(inputs: Sequence[torch.Tensor], parents: IntArray) -> torch.Tensor
     return convolve(torch.cat((before, tokens)), weights, None, above, first)
 
 
-def _attend(q: torch.Tensor, text: torch.Tensor, context: int) -> torch.Tensor:
-    """Attention of the queries ``[1, H, n, d]`` after ``context`` tokens of a text ``[2, Hkv, room, d]``."""
-    return attention_call(q, *text, context)()
-
-
 def attention_call(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, context: int
 ) -> Callable[[], torch.Tensor]:
-    """What runs the attention of a layer: queries ``[1, H, n, d]`` after ``context`` keys ``[Hkv, room, d]``."""
+    """Return a layer's attention, to be called: queries ``[1, H, n, d]`` after ``context`` keys ``[Hkv, room, d]``."""
     from forerun.kernels.gpu import attend
     from forerun.kernels.gpu.pass_tables import PassDescription, PassTables, scan_programs
 

@@ -1,6 +1,6 @@
-"""One part of ``python -m benchmarks gpu``, in a process of its own: an error of a GPU ends the process that made it.
+"""One part of ``python -m benchmarks gpu`` as a process: an error of a GPU ends the process that made it.
 
-A row is a line of JSON in the part's file as soon as it is measured, so what a part has when its time is over counts.
+Each row is written as it is measured, so that a part that is killed keeps its rows.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 from benchmarks.gpu import parts, speculation_parts
@@ -18,18 +18,13 @@ from benchmarks.gpu.interpreter import gpu_code
 from forerun.bench.machine import Row
 
 PARTS: dict[str, Callable[[GpuBench], Iterator[Row]]] = {
-    "machine": parts.machine,
-    "bits": parts.bits,
-    "kernels": parts.kernels,
-    "choices": parts.choices,
-    "auto": speculation_parts.auto,
-    "triforce": speculation_parts.triforce,
-    "offload": speculation_parts.offload,
-}
+    "machine": parts.machine, "bits": parts.bits, "kernels": parts.kernels, "choices": parts.choices,
+    "auto": speculation_parts.auto, "triforce": speculation_parts.triforce, "offload": speculation_parts.offload,
+}  # fmt: skip
 """The parts in their order."""
 INTERPRETED = ("bits", "kernels", "choices", "auto")
-"""Parts whose dry run goes the way of GPUs in the interpreter. TriForce's would last for minutes; the CPU's kernels
-walk the code of those parts as well."""
+"""Parts whose dry run interprets GPU kernels. TriForce's would last for minutes; the CPU's kernels cover that code,
+too."""
 
 
 def rows_file(out: Path, name: str) -> Path:
@@ -37,8 +32,9 @@ def rows_file(out: Path, name: str) -> Path:
 
 
 def measure(name: str, bench: GpuBench, out: Path) -> None:
-    """Measure a part, and write a line for each row. An error is a row, and is raised again."""
-    with rows_file(out, name).open("w", encoding="utf-8") as file, _device_code(name, bench):
+    """Measure a part, and write a line for each row. An error becomes a row, and is raised again."""
+    code = gpu_code(bench.device) if name in INTERPRETED else nullcontext()
+    with rows_file(out, name).open("w", encoding="utf-8") as file, code:
         try:
             for row in PARTS[name](bench):
                 file.write(json.dumps(row) + "\n")
@@ -47,10 +43,6 @@ def measure(name: str, bench: GpuBench, out: Path) -> None:
             first = (str(error).splitlines() or [""])[0]
             file.write(json.dumps({"error": f"{type(error).__name__}: {first}"}) + "\n")
             raise
-
-
-def _device_code(name: str, bench: GpuBench) -> AbstractContextManager[None]:
-    return gpu_code(bench.device) if name in INTERPRETED else nullcontext()
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -19,13 +20,12 @@ from benchmarks.gpu.gpu_bench import GpuBench, block_of
 from forerun.bench.machine import Row
 from forerun.models.forward.gpu_scorer import GpuScorer
 
-TRIVIAL_KERNELS = 300
-"""Kernels of a graph that do nothing: what is measured is the time from one to the next."""
+TRIVIAL_KERNELS = 300  # kernels of a graph that do nothing: what is measured is the time from one to the next
 REGISTER_THREADS = 8
 
 
 def machine(bench: GpuBench) -> Iterator[Row]:
-    """What the card reads, what copies from pinned memory get, what pinning costs, and a kernel in a graph."""
+    """Measure reads, copies from and to pinned memory, pinning, and a kernel in a graph."""
     yield {"what": "reading", "gigabytes_per_second": bench.bandwidth / 1e9}
     host = torch.empty(bench.buffer // 2, dtype=torch.uint8, pin_memory=bench.on_gpu)
     there = torch.empty_like(host, device=bench.device)
@@ -36,14 +36,12 @@ def machine(bench: GpuBench) -> Iterator[Row]:
     trivial = bench.device_seconds(partial(number.add_, 1), TRIVIAL_KERNELS)
     yield {"what": "a kernel in a graph", "microseconds": 1e6 * trivial}
     size = 2 * bench.buffer
-    for what, pin in (("torch's pinned memory", _pinned), ("pages registered after they were written", _registered)):
+    pinned = partial(torch.empty, size, dtype=torch.uint8, pin_memory=bench.on_gpu)
+    registered = partial(_registered, size, bench.on_gpu)
+    for what, pin in (("torch's pinned memory", pinned), ("pages registered after they were written", registered)):
         began = time.perf_counter()
-        pin(size, bench.on_gpu)
+        pin()
         yield {"what": what, "gigabytes": size / 1e9, "seconds": time.perf_counter() - began}
-
-
-def _pinned(size: int, on_gpu: bool) -> None:
-    torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
 
 
 def _registered(size: int, on_gpu: bool) -> None:
@@ -58,7 +56,7 @@ def _registered(size: int, on_gpu: bool) -> None:
 
 @torch.inference_mode()
 def bits(bench: GpuBench) -> Iterator[Row]:
-    """Whether a token's bits depend on what shares its pass: kernels, and ragged rows after the first splits."""
+    """Check that a token's bits do not depend on what shares its pass: kernels, and ragged rows."""
     shape = next(iter(bench.shapes.values()))
     yield kernel_checks.product(shape, bench.passes, bench.dtype, bench.device)
     scorer = GpuScorer(bench.model(shape, bench.layers[0]))
@@ -83,9 +81,10 @@ def bits(bench: GpuBench) -> Iterator[Row]:
 
 @torch.inference_mode()
 def kernels(bench: GpuBench) -> Iterator[Row]:
-    """Passes over one token: the share of the bandwidth, the host's part, and each kernel with the gap before it.
+    """Measure passes over one token: the share of the bandwidth, the host's part, and each kernel with the gap before
+    it.
 
-    A model of all layers costs what one of few does, and so many times what a layer costs.
+    A model of all layers costs what one of few does, and the rest of the layers.
     """
     few, more = bench.layers
     for name, shape in bench.shapes.items():
@@ -106,11 +105,8 @@ def kernels(bench: GpuBench) -> Iterator[Row]:
 
 
 def _decoded(bench: GpuBench, name: str, context: int, seconds: float) -> Row:
-    """A row of plain decoding: what a token must read, and how much of the bandwidth that is."""
-    shape = bench.shapes[name]
-    sizes = ModelShape(
-        bench.whole_layers, shape.hidden, shape.intermediate, shape.heads, shape.kv_heads, shape.vocabulary
-    )
+    """Return plain decoding's bytes a token and share of the bandwidth."""
+    sizes = replace(bench.shapes[name], layers=bench.whole_layers)
     nbytes = sizes.read_weights * bench.dtype.itemsize + sizes.token_kv_bytes * context
     return {
         "model": name, "context": context, "milliseconds": 1000 * seconds, "gigabytes": nbytes / 1e9,
@@ -118,16 +114,14 @@ def _decoded(bench: GpuBench, name: str, context: int, seconds: float) -> Row:
     }  # fmt: skip
 
 
-PROGRAMS = (2, 4, 8)
-"""Programs of a scan for each processor: 264, 528 and 1,056 on an H100."""
+PROGRAMS = (2, 4, 8)  # programs of a scan for each processor: 264, 528 and 1,056 on an H100
 ATTENDED_PASSES = (1, 8, 16)
-REPEATS = 8
-"""Calls in one graph, so that the host's part of each is not measured."""
+REPEATS = 8  # calls in one graph, so that the host's part of each is not measured
 
 
 @torch.inference_mode()
 def choices(bench: GpuBench) -> Iterator[Row]:
-    """What a card has to decide: programs of a scan, its registers, and the library's products against ours."""
+    """Measure what a card has to decide: programs of a scan, its registers, and the library's products against ours."""
     from forerun.kernels.gpu import attend, pass_tables
 
     for name, shape in bench.shapes.items():
@@ -153,7 +147,7 @@ def _attention(bench: GpuBench, shape: ModelShape, context: int, tokens: int) ->
 
 
 def _products(bench: GpuBench, shape: ModelShape) -> Iterator[Row]:
-    """Each matrix of a layer by our kernel and by the library at 64 rows: time, share of the bandwidth, and bits."""
+    """Compare our product with the library's at 64 rows, for each matrix of a layer: time, bandwidth and bits."""
     from forerun.kernels.gpu import linear
 
     width = shape.head_dim * (shape.heads + 2 * shape.kv_heads)
@@ -162,9 +156,8 @@ def _products(bench: GpuBench, shape: ModelShape) -> Iterator[Row]:
         "gate and up": (2 * shape.intermediate, shape.hidden), "down": (shape.hidden, shape.intermediate),
     }  # fmt: skip
     for name, size in sizes.items():
-        weights = [
-            torch.randn(*size, dtype=bench.dtype, device=bench.device) for _ in range(3)
-        ]  # more than an L2 holds
+        # more than an L2 holds
+        weights = [torch.randn(*size, dtype=bench.dtype, device=bench.device) for _ in range(3)]
         x = torch.randn(max(bench.passes), size[1], dtype=bench.dtype, device=bench.device)
         for who, product in (("ours", linear.sums), ("library, 64 rows", linear.padded)):
 
@@ -191,23 +184,20 @@ class KernelEvent(NamedTuple):
 
 
 def kernel_events(work: Callable[[], Any], device: torch.device) -> list[KernelEvent]:
-    """What one call runs on the device, in order; on a CPU the operations that torch calls."""
+    """Return the kernels of one call in order; on a CPU, torch's operations."""
     on_gpu = device.type == "cuda"
     kind = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as found:
         work()
         if on_gpu:
             torch.cuda.synchronize(device)
-    events = [
-        KernelEvent(event.name, event.time_range.start, event.time_range.end)
-        for event in found.events()
-        if event.device_type == kind
-    ]
+    own = (event for event in found.events() if event.device_type == kind)
+    events = [KernelEvent(event.name, event.time_range.start, event.time_range.end) for event in own]
     return sorted(events, key=lambda event: event.start)
 
 
 def kernel_rows(events: Sequence[KernelEvent]) -> list[Row]:
-    """Of each kernel how often it ran, its mean time, and the mean gap before it; in the order of their whole time."""
+    """Return each kernel's calls, mean time and mean gap before it, by total time."""
     times, gaps = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
     for event in events:
         times[event.name].append(event.end - event.start)

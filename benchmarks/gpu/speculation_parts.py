@@ -1,5 +1,4 @@
-"""The parts of ``python -m benchmarks gpu`` that decode texts: ``auto`` on a small model, TriForce, and keys and values
-in the host's memory. Each yields rows."""
+"""The parts of ``python -m benchmarks gpu`` that decode: ``auto``, TriForce, and offloading. Each yields rows."""
 
 from __future__ import annotations
 
@@ -24,11 +23,9 @@ from forerun.models.forward.gate import admit
 from forerun.models.forward.gpu_scorer import GpuScorer
 from forerun.models.forward.runtime import default_runtime, without_folder
 
-TEXTS = 2
-"""Texts of a new engine: the promise holds from the first one on."""
+TEXTS = 2  # requests to a new engine: drafts must pay from the first one on
 PROMPT_TOKENS = 12
-ENGINES = 2
-"""Engines of each kind: most of a part's time is their load."""
+ENGINES = 2  # engines of each kind: most of a part's time is their load
 OFFLOADED_RATE = 0.9
 SMALL_ACCEPTANCE = 0.45
 DRAFTERS = ("retrieval", "triforce", "triforce-trie")
@@ -37,15 +34,13 @@ CHUNK = 8
 
 
 def auto(bench: GpuBench) -> Iterator[Row]:
-    """``none`` and ``auto`` on SmolLM2's shape, in turns: each text of a new engine, and what was recorded for it."""
+    """Measure ``none`` and ``auto`` on SmolLM2's shape: each output of a new engine, and its recordings."""
     model, runtime = bench.model(bench.small), without_folder(default_runtime())
     options = {"max_new_tokens": bench.new_tokens, "eos_token_id": None}
     found: dict[tuple[str, int], list[Row]] = {}
     for _ in range(min(ENGINES, bench.rounds)):
-        texts = [
-            np.random.default_rng(seed).integers(0, bench.small.vocabulary, PROMPT_TOKENS).tolist()
-            for seed in range(TEXTS)
-        ]
+        draws = map(np.random.default_rng, range(TEXTS))
+        texts = [draw.integers(0, bench.small.vocabulary, PROMPT_TOKENS).tolist() for draw in draws]
         for drafter in ("none", "auto"):
             began = time.perf_counter()
             engine = Engine(model, drafter, _runtime=runtime)
@@ -74,7 +69,7 @@ def _recordings(engine: Engine) -> int:
 
 
 def triforce(bench: GpuBench) -> Iterator[Row]:
-    """Drafts over a retrieval cache at simulated acceptance rates; first what a step is made of, one by one."""
+    """Measure drafts over a retrieval cache at simulated acceptance rates, after the parts of a step."""
     shape = next(iter(bench.shapes.values()))
     model, small = bench.model(shape, bench.whole_layers), bench.model(bench.draft)
     vocabulary = min(shape.vocabulary, bench.draft.vocabulary)
@@ -99,13 +94,12 @@ def _settings(bench: GpuBench, small: PreTrainedModel, gamma: int) -> LongContex
 
 @torch.inference_mode()
 def _step_parts(bench: GpuBench, engine: Engine, prompt: Prefilled) -> Row:
-    """Milliseconds of a plain pass, the verification, a draft, taking over new tokens, and choosing chunks."""
+    """Return milliseconds of a plain pass, the verification, a draft, syncing new tokens, and choosing chunks."""
     scorer, cache, verified = engine.target, prompt.cache, max(bench.gammas) + 1
     kept = scorer.queries_from
     scorer.keep_queries(0)
-    view = RetrievalCache(
-        cache, RetrievalConfig(min(bench.budget, bench.contexts[-1] // 2), min(CHUNK, bench.budget // 2))
-    )
+    budget, chunk = min(bench.budget, bench.contexts[-1] // 2), min(CHUNK, bench.budget // 2)
+    view = RetrievalCache(cache, RetrievalConfig(budget, chunk))
     plain = partial(scorer.score, [block_of(1, cache.length)], [cache])
     times = {"plain": bench.seconds(plain),
              "verify": bench.seconds(partial(scorer.score, [block_of(verified, cache.length)], [cache]))}  # fmt: skip
@@ -120,7 +114,7 @@ def _step_parts(bench: GpuBench, engine: Engine, prompt: Prefilled) -> Row:
 def _drafted(
     long: LongBench, prompt: Prefilled, settings: LongContextConfig, make: RequestMaker, labels: Row
 ) -> Iterator[Row]:
-    """Each drafter beside plain decoding, and where its steps spend their time."""
+    """Measure each drafter beside plain decoding, and the parts of its steps."""
     series = long.run([[prompt]], DRAFTERS, settings, make)
     for row, each in zip(summarise(series), series, strict=True):
         yield labels | _short(row) | _step_milliseconds(each)
@@ -132,7 +126,7 @@ def _short(row: Row) -> Row:
 
 
 def _step_milliseconds(series: LongSeries) -> Row:
-    """Of a step: drafting, the verifying pass, and walking the tree and committing."""
+    """Return a step's milliseconds of drafting, the verifying pass, and accepting."""
     stats = [stats for rounds in series.runs for run in rounds for stats in run.stats]
     steps = max(1, sum(each.steps - 1 for each in stats))
     return {
@@ -142,7 +136,7 @@ def _step_milliseconds(series: LongSeries) -> Row:
 
 
 def offload(bench: GpuBench) -> Iterator[Row]:
-    """Keys and values in the host's memory: few layers, so the same ratio of everything in less time."""
+    """Measure keys and values in the host's memory, with few layers: equal ratios in less time."""
     layers, gamma = bench.offload
     shape = next(iter(bench.shapes.values()))
     model, small = bench.model(shape, layers), bench.model(bench.draft)
@@ -158,9 +152,8 @@ def offload(bench: GpuBench) -> Iterator[Row]:
     seconds = time.perf_counter() - began
     yield {"contestant": "making the cache", "seconds": seconds, "exactness": engine.exactness.level}
     settings = _settings(bench, small, gamma)
-    traffic = Traffic(
-        engine.tiers.copy_engine, simulated(OFFLOADED_RATE, SMALL_ACCEPTANCE, bench.new_tokens, vocabulary)
-    )
+    make = simulated(OFFLOADED_RATE, SMALL_ACCEPTANCE, bench.new_tokens, vocabulary)
+    traffic = Traffic(engine.tiers.copy_engine, make)
     series = LongBench(engine, 1).run([[prompt]], _offloaded(bench), settings, traffic)
     for row, each in zip(summarise(series), series, strict=True):
         tokens = len(each.runs[0][0].texts[0])
@@ -173,5 +166,5 @@ def offload(bench: GpuBench) -> Iterator[Row]:
 
 
 def _offloaded(bench: GpuBench) -> Sequence[str]:
-    """In the interpreter the chain alone, which takes its time."""
+    """Return the drafters; in the interpreter the chain alone."""
     return DRAFTERS[:2] if bench.on_gpu else DRAFTERS[:1]

@@ -1,8 +1,6 @@
 """Decoding after a long prompt: every contestant continues from one prefilled cache, in turns with plain decoding.
 
-A prompt of 100,000 tokens needs minutes of prefill and seconds of decoding. So it is prefilled once, and before each
-run the cache is cut back to the prompt. Drafters start fresh each time and take turns within a round, in an order that
-rotates from round to round.
+A prompt is prefilled once; before each run the cache is cut back to it, and the drafter is new.
 """
 
 from __future__ import annotations
@@ -10,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -17,23 +16,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.papers.baselines import RECIPES
+from benchmarks.reporting.turns import in_turns
 from forerun.bench.machine import Row
-from forerun.bench.rounds import rotated, sampling
+from forerun.bench.rounds import sampling
 from forerun.cli.terminal import say
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.core.stats import Stats
-from forerun.decoding.recipes import build
 from forerun.engine.engine import Engine
 from forerun.kv.full_cache import FullCache
 from forerun.kv.offloaded import CopyEngine
 from forerun.models.forward.prefill import read_prompt
 
-PLAIN = "none"
-"""The baseline: plain decoding."""
-SILENCE = 10.0
-"""Seconds between progress lines of a prefill."""
+PLAIN = "none"  # the baseline: plain decoding
+SILENCE = 10.0  # seconds between progress lines of a prefill
 
 Tokens = list[int]
 RequestMaker = Callable[[Engine, Tokens, str], Request]
@@ -46,7 +42,7 @@ class Prefilled:
 
     Attributes:
         read: pairs of tokens and seconds of prefill, ascending; empty if the cache was filled otherwise.
-        keep: how many of the prompt's tokens are taken from the cache; None for all but the last.
+        keep: the prompt's tokens that stay in the cache; None for all but the last.
         queries: of the last prefill pass, by layer. A sparse cache chooses by them before the first token.
     """
 
@@ -66,7 +62,7 @@ class Prefilled:
 
     @property
     def seconds(self) -> float | None:
-        """Time of prefill; None if there was none."""
+        """Seconds of prefill, if there was one."""
         if not self.read:
             return None
         done, seconds = zip((0, 0.0), *self.read, strict=True)
@@ -74,7 +70,7 @@ class Prefilled:
 
 
 def progress_lines(what: str, clock: Callable[[], float] = time.monotonic) -> Callable[[int, int], None]:
-    """Return a function of tokens done and to do that prints a line on stderr every ``SILENCE`` seconds."""
+    """Return a function of tokens done and to do that prints a line at most every ``SILENCE`` seconds."""
     last = clock()
 
     def show(done: int, total: int) -> None:
@@ -87,7 +83,7 @@ def progress_lines(what: str, clock: Callable[[], float] = time.monotonic) -> Ca
 
 
 def prefill(engine: Engine, tokens: Tokens, room: int) -> Prefilled:
-    """Prefill a prompt, with room for ``room`` tokens after it, and keep its last queries."""
+    """Prefill a prompt, with room for ``room`` tokens after it; keep its last queries."""
     engine.target.keep_queries(0)
     read: list[tuple[int, float]] = []
     begin = time.perf_counter()
@@ -102,7 +98,7 @@ def prefill(engine: Engine, tokens: Tokens, room: int) -> Prefilled:
 
 
 def shortened(engine: Engine, prompt: Prefilled, length: int) -> Prefilled:
-    """Return the first ``length`` tokens of a prompt; prefill the last of them again, for their queries."""
+    """Return the first ``length`` tokens of a prompt; the last of them are prefilled again, for their queries."""
     if length == len(prompt.tokens):
         return prompt
     cut = Prefilled(prompt.tokens[:length], prompt.cache, prompt.read)
@@ -113,13 +109,8 @@ def shortened(engine: Engine, prompt: Prefilled, length: int) -> Prefilled:
 
 @dataclass(frozen=True)
 class LongRun:
-    """One continuation of a row or a batch of rows.
-
-    Attributes:
-        first_seconds: from the prefill to the first token: the last prompt token's pass, and the drafter's prefill.
-        decode_seconds: from the first token to the end.
-        decoded: tokens of all rows after the first step.
-    """
+    """One continuation of a row or a batch. ``first_seconds`` are from the prefill to the first token,
+    ``decode_seconds`` those after it, in which all rows together ``decoded`` tokens."""
 
     texts: list[Tokens]
     first_seconds: float
@@ -146,11 +137,11 @@ class LongSeries:
         return 1 / median(self._seconds_per_token())
 
     def speed_ups(self, plain: LongSeries) -> list[float]:
-        """Return speed-up over plain decoding in each round. The medians' speed-up is within their range."""
+        """Return the speed-up over plain decoding in each round."""
         return [base / mine for mine, base in zip(self._seconds_per_token(), plain._seconds_per_token(), strict=True)]
 
     def _seconds_per_token(self) -> list[float]:
-        """Return seconds per token of each round; prompts are weighted by the tokens that their first run decoded."""
+        """Return the seconds per token of each round; prompts are weighted by the tokens of their first run."""
         weights = [rounds[0].decoded for rounds in self.runs]
         return [
             sum(weight * run.decode_seconds / run.decoded for weight, run in zip(weights, turn, strict=True))
@@ -177,18 +168,18 @@ class LongSeries:
 
 
 def combine(parts: Sequence[Sequence[LongSeries]]) -> list[LongSeries]:
-    return [
-        LongSeries(
-            same[0].contestant,
+    found = []
+    for same in zip(*parts, strict=True):
+        runs, seconds = (
             [rounds for one in same for rounds in one.runs],
-            [seconds for one in same for seconds in one.prefill_seconds],
+            [s for one in same for s in one.prefill_seconds],
         )
-        for same in zip(*parts, strict=True)
-    ]
+        found.append(LongSeries(same[0].contestant, runs, seconds))
+    return found
 
 
 class LongBench:
-    """Continues prefilled prompts with drafters of ``benchmarks.papers.baselines``; replaces the engine's drafter."""
+    """Continues prefilled prompts with drafters by name; replaces the engine's drafter."""
 
     def __init__(self, engine: Engine, rounds: int) -> None:
         self.engine = engine
@@ -196,38 +187,26 @@ class LongBench:
         self._warm: set[str] = set()
 
     def run(
-        self,
-        prompts: Sequence[Sequence[Prefilled]],
-        contestants: Sequence[str],
-        settings: LongContextConfig,
+        self, prompts: Sequence[Sequence[Prefilled]], contestants: Sequence[str], settings: LongContextConfig,
         make: RequestMaker,
-    ) -> list[LongSeries]:
+    ) -> list[LongSeries]:  # fmt: skip
         """Measure plain decoding and the named drafters after each prompt, which is a row or a batch of rows."""
         names = [PLAIN, *(name for name in contestants if name != PLAIN)]
         found = {name: LongSeries(name) for name in names}
         for rows in prompts:
-            seconds = [row.seconds for row in rows]
-            known = [each for each in seconds if each is not None]
-            for series in found.values():
-                series.runs.append([])
-                series.prefill_seconds.append(sum(known) if len(known) == len(seconds) else None)
-            for name in names:
-                self._warm_up(rows, name, settings, make)
-            for turn in range(self.rounds):
-                for name in rotated(names, turn):
-                    found[name].runs[-1].append(self._once(rows, name, settings, make))
-                    say(f"  {name}, round {turn + 1}: {described(found[name].runs[-1][-1])}")
+            known = [row.seconds for row in rows if row.seconds is not None]
+            for name in names:  # once untimed, so that compiling and allocating do not count as decoding
+                if name not in self._warm:
+                    self._warm.add(name)
+                    self._once(rows, name, settings, make)
+            works = {name: partial(self._once, rows, name, settings, make) for name in names}
+            for name, runs in in_turns(works, self.rounds).items():
+                found[name].runs.append(runs)
+                found[name].prefill_seconds.append(sum(known) if len(known) == len(rows) else None)
         return list(found.values())
 
-    def _warm_up(self, rows: Sequence[Prefilled], name: str, settings: LongContextConfig, make: RequestMaker) -> None:
-        """Run each contestant once untimed, so that compiling and allocating do not count as decoding."""
-        if name not in self._warm:
-            self._warm.add(name)
-            say(f"  {name}: once untimed")
-            self._once(rows, name, settings, make)
-
     def _once(self, rows: Sequence[Prefilled], name: str, settings: LongContextConfig, make: RequestMaker) -> LongRun:
-        self.engine.set_drafter(lambda setup: build(name, setup, RECIPES), settings)
+        self.engine.set_drafter(name, settings)
         for row in rows:
             row.rewind()
         requests = [make(self.engine, row.tokens, name) for row in rows]
@@ -242,11 +221,15 @@ class LongBench:
         decoded = sum(map(len, texts)) - first
         if not decoded:
             raise ValueError(f"{name} has all tokens from its first step, which is not timed; raise --max-new-tokens")
-        return LongRun(texts, middle - begin, end - middle, decoded, [request.stats for request in requests])
+        run = LongRun(texts, middle - begin, end - middle, decoded, [request.stats for request in requests])
+        accepted = acceptance(run.stats)
+        share = "" if accepted is None else f", {accepted:.3f} of tested drafts accepted"
+        say(f"  {name}: {decoded} tokens in {end - middle:.2f} s, {run.tokens_per_second:.1f} a second{share}")
+        return run
 
 
 def sampled(temperature: float, new_tokens: int) -> RequestMaker:
-    """Make requests of a fixed length: greedy at temperature 0, else coupled samples of the whole distribution."""
+    """Make requests of a fixed length: greedy at temperature 0, else samples of the full distribution."""
 
     def make(engine: Engine, tokens: Tokens, contestant: str) -> Request:
         request = engine.requests(tokens, max_new_tokens=new_tokens, **sampling(temperature, seed=0))[0]
@@ -256,14 +239,8 @@ def sampled(temperature: float, new_tokens: int) -> RequestMaker:
     return make
 
 
-def described(run: LongRun) -> str:
-    accepted = acceptance(run.stats)
-    share = "" if accepted is None else f", {accepted:.3f} of tested drafts accepted"
-    return f"{run.decoded} tokens in {run.decode_seconds:.2f} s, {run.tokens_per_second:.1f} a second{share}"
-
-
 def acceptance(stats: Iterable[Stats | None]) -> float | None:
-    """Return accepted drafts by tested drafts (drafts after a rejected one are not tested); None without drafts."""
+    """Return accepted by tested drafts (those after a rejected one are not tested); None without drafts."""
     known = [one for one in stats if one is not None]
     accepted = sum(sum(one.accepted) for one in known)
     tested = accepted + sum(a < d for one in known for a, d in zip(one.accepted, one.drafted, strict=True))
@@ -271,7 +248,7 @@ def acceptance(stats: Iterable[Stats | None]) -> float | None:
 
 
 def summarise(series: Sequence[LongSeries], **labels: Any) -> list[Row]:
-    """Return one row per contestant, for tables, plots and JSON; ``labels`` are added to every row."""
+    """Return a row for each contestant; ``labels`` are added to every row."""
     plain = next(one for one in series if one.contestant == PLAIN)
     return [labels | _row(one, plain) for one in series]
 
@@ -280,18 +257,14 @@ def _row(one: LongSeries, plain: LongSeries) -> Row:
     ups, stats = one.speed_ups(plain), one.stats
     same = [mine == theirs for mine, theirs in zip(one.texts, plain.texts, strict=True)]
     return {
-        "contestant": one.contestant,
-        "tokens_per_second": round(one.tokens_per_second, 2),
-        "speed_up": round(one.tokens_per_second / plain.tokens_per_second, 3),
-        "slowest": round(min(ups), 3),
-        "fastest": round(max(ups), 3),
-        "acceptance": _rounded(acceptance(stats)),
+        "contestant": one.contestant, "tokens_per_second": round(one.tokens_per_second, 2),
+        "speed_up": round(one.tokens_per_second / plain.tokens_per_second, 3), "slowest": round(min(ups), 3),
+        "fastest": round(max(ups), 3), "acceptance": _rounded(acceptance(stats)),
         "middle_acceptance": _rounded(acceptance(each.middle for each in stats)),
         "tokens_per_step": round(sum(each.tokens for each in stats) / sum(each.steps for each in stats), 3),
         "seconds_per_token": round(len(one.runs[0][0].texts) / one.tokens_per_second, 6),
-        "time_to_first_token": _rounded(one.first_seconds),
-        "same_output": sum(same) / len(same),
-    }
+        "time_to_first_token": _rounded(one.first_seconds), "same_output": sum(same) / len(same),
+    }  # fmt: skip
 
 
 def _rounded(value: float | None) -> float | None:
@@ -310,6 +283,6 @@ class Traffic:
         return self._make(engine, tokens, contestant)
 
     def fetched(self, contestant: str) -> float:
-        """Return the bytes of one of its runs, in the median."""
+        """Return the median bytes of its runs."""
         marks = [*self._begun, ("", self._copy_engine.fetched)]
         return median(after - before for (name, before), (_, after) in pairwise(marks) if name == contestant)

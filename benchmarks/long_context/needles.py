@@ -1,12 +1,10 @@
 """Needles: facts hidden in a long text, asked for one by one. Shows what eviction loses and lossless drafting keeps.
 
-The text is prefilled once, and the cache is cut back to it before each question. A model over a sparse cache *alone*
-generates without verification (TriForce, figure 1, right).
+The text is prefilled once. A sparse cache *alone* decodes without verification (TriForce, figure 1, right).
 """
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,23 +14,20 @@ import numpy as np
 import torch
 
 from benchmarks.long_context.long_bench import PLAIN, LongBench, Prefilled, Tokens, prefill, sampled, summarise
-from benchmarks.long_context.texts import Texts
-from benchmarks.papers.baselines import SPARSE
+from benchmarks.long_context.texts import SAMPLE, Texts
 from benchmarks.training import tasks
 from forerun.bench.machine import Row
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
 from forerun.core.tree import DraftTree
+from forerun.decoding.recipes import SPARSE
 from forerun.engine.engine import Engine
-from forerun.kv.cache import Cache
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.prefill import read_prompt
 from forerun.models.forward.scorer import Scorer
 
-TOKENS_A_FACT = 100
-"""The least tokens of text per hidden fact."""
-FACT_TOKENS = 30
-"""Approximate tokens of a fact and its question."""
+TOKENS_A_FACT = 100  # the least tokens of text per hidden fact
+FACT_TOKENS = 30  # approximate tokens of a fact and its question
 
 
 @dataclass(frozen=True)
@@ -52,12 +47,12 @@ class Haystack:
 
 
 def build(texts: Texts, index: int, context: int, count: int) -> Haystack:
-    """Make a haystack of about ``context`` tokens; raise a ValueError if ``count`` facts need more room."""
+    """Make a haystack of about ``context`` tokens; raise ValueError if ``count`` facts need more room."""
     if context < TOKENS_A_FACT * count:
-        raise ValueError(
-            f"{count} needles do not fit into a context of {context} tokens; at most {context // TOKENS_A_FACT} do"
-        )
-    chars = int((context - FACT_TOKENS * count) * texts.chars_per_token(index))
+        most = context // TOKENS_A_FACT
+        raise ValueError(f"{count} needles do not fit into a context of {context} tokens; at most {most} do")
+    sample = texts.chars(index, SAMPLE)
+    chars = int((context - FACT_TOKENS * count) * len(sample) / len(texts.encode(sample)))
     text, asked = tasks.haystack(Random(f"needles/{index}"), texts.material(index), chars, count)
     questions = [NeedleQuestion(texts.encode(task.prompt), texts.encode(task.answer)) for task in asked]
     return Haystack(texts.encode(text), questions)
@@ -70,27 +65,22 @@ def read_text(engine: Engine, haystack: Haystack, room: int) -> Prefilled:
 
 
 class UnverifiedDecoder:
-    """The target over a sparse cache of ``benchmarks.papers.baselines.SPARSE``, without verification.
+    """The target over a sparse view of ``full``, which holds the text, without verification.
 
-    ``full`` holds the text. Views of it choose chunks after the question is prefilled; other caches prefill the text
-    here, once.
+    The view is made, and chooses chunks, after each question.
     """
 
     def __init__(self, scorer: Scorer, name: str, settings: LongContextConfig, full: FullCache, text: Tokens) -> None:
-        self._scorer = scorer
-        self._full = full
-        self._text = text
+        self._scorer, self._full, self._text = scorer, full, text
         self._make = SPARSE[name](settings)
-        self._base: Cache | None = None
-        cache = self._make(scorer, full)
-        if cache.source is None:
-            read_prompt(scorer, cache, np.array(text))
-            self._base = cache
 
     @torch.inference_mode()
     def generate(self, question: Tokens, new_tokens: int) -> tuple[Tokens, float]:
         """Return the greedy tokens, and the seconds per token after the first."""
-        cache = self._read(np.array([*self._text, *question[:-1]]))
+        self._full.truncate(len(self._text))
+        read_prompt(self._scorer, self._full, np.array([*self._text, *question[:-1]]))
+        cache = self._make(self._scorer, self._full)
+        cache.sync()
         tokens, seconds = [question[-1]], []
         for _ in range(new_tokens):
             begin = time.perf_counter()
@@ -101,34 +91,15 @@ class UnverifiedDecoder:
             seconds.append(time.perf_counter() - begin)
         return tokens[1:], float(np.mean(seconds[1:] or seconds))
 
-    def _read(self, prompt: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Cache:
-        if self._base is not None:
-            cache = copy.deepcopy(self._base)
-            read_prompt(self._scorer, cache, prompt)
-            return cache
-        self._full.truncate(len(self._text))
-        read_prompt(self._scorer, self._full, prompt)
-        view = self._make(self._scorer, self._full)
-        view.sync()
-        return view
-
 
 def run(
-    bench: LongBench,
-    haystack: Haystack,
-    prefilled: Prefilled,
-    lossless: Sequence[str],
-    settings: LongContextConfig,
+    bench: LongBench, haystack: Haystack, prefilled: Prefilled, lossless: Sequence[str], settings: LongContextConfig,
     tokens: int,
-) -> list[Row]:
-    """Return accuracy and seconds per token of plain decoding, lossless drafters and every sparse cache alone.
-
-    ``tokens`` are generated per question, and should begin with the answer.
-    """
-    rows = [
-        Prefilled([*haystack.text, *question.prompt], prefilled.cache, prefilled.read, len(haystack.text))
-        for question in haystack.questions
-    ]
+) -> list[Row]:  # fmt: skip
+    """Return the accuracy and seconds per token of plain decoding, lossless drafters and every sparse cache alone.
+    ``tokens`` are generated per question, and should begin with the answer."""
+    prompts, held = [[*haystack.text, *question.prompt] for question in haystack.questions], len(haystack.text)
+    rows = [Prefilled(prompt, prefilled.cache, prefilled.read, held) for prompt in prompts]
     series = bench.run([[row] for row in rows], lossless, settings, sampled(0.0, tokens))
     found = []
     for one, row in zip(series, summarise(series), strict=True):
@@ -144,15 +115,9 @@ def run(
 
 
 def _row(name: str, lossless: bool, haystack: Haystack, texts: Sequence[Tokens], seconds: float) -> Row:
-    right = [
-        text[: len(question.answer)] == question.answer
-        for text, question in zip(texts, haystack.questions, strict=True)
-    ]
+    answers = [question.answer for question in haystack.questions]
+    right = [text[: len(answer)] == answer for text, answer in zip(texts, answers, strict=True)]
     return {
-        "contestant": name,
-        "lossless": lossless,
-        "context": len(haystack.text),
-        "needles": len(right),
-        "accuracy": sum(right) / len(right),
-        "seconds_per_token": round(seconds, 6),
-    }
+        "contestant": name, "lossless": lossless, "context": len(haystack.text), "needles": len(right),
+        "accuracy": sum(right) / len(right), "seconds_per_token": round(seconds, 6),
+    }  # fmt: skip

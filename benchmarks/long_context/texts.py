@@ -12,23 +12,15 @@ from benchmarks.training.tasks import Material
 
 Encode = Callable[[str], list[int]]
 SEED = "long"
-CHARS = 8
-"""The most characters per token, on average."""
-SAMPLE = 50_000
-"""Characters of a sample from which characters per token are estimated."""
-SUFFIXES = (".txt", ".md")
-"""Endings of the files that are taken from a folder."""
+CHARS = 8  # the most characters per token, on average
+SAMPLE = 50_000  # characters of a sample from which characters per token are estimated
+SUFFIXES = (".txt", ".md")  # endings of the files that are taken from a folder
 
 
 @dataclass(frozen=True)
 class Texts:
-    """The source of prompts. Each is from another file or, if there are more prompts than files, from another place.
-
-    Attributes:
-        encode: text to token ids.
-        bodies: the files' texts; if there are none, facts are invented.
-        names: of the files.
-    """
+    """The source of prompts, each from another file, or from another place if there are more prompts than files.
+    Without ``bodies``, the texts of the files ``names``, facts are invented."""
 
     encode: Encode
     bodies: Sequence[str] = ()
@@ -36,42 +28,34 @@ class Texts:
 
     @classmethod
     def read(cls, paths: Sequence[Path], encode: Encode) -> Texts:
-        """Read files, in the given order, and the text files of folders, by name; raise a ValueError without any."""
+        """Read files in the given order, and the text files of folders by name; raise ValueError without any."""
         files = [file for path in paths for file in _files(path)]
         return cls(encode, [_text(file) for file in files], [file.name for file in files])
 
     def chars(self, index: int, count: int) -> str:
-        """Return at least ``count`` characters of prompt ``index``, if the text is that long."""
+        """Return ``count`` characters of prompt ``index``, or fewer if the text is short."""
         if not self.bodies:
             return " ".join(tasks.filler(Random(f"{SEED}/{index}"), Material(), count))
         turn, file = divmod(index, len(self.bodies))
         return self.bodies[file][turn * count : (turn + 1) * count]
 
     def material(self, index: int) -> Material:
-        """Return the paragraphs of a prompt's file, for tasks; none if there are no files."""
+        """Return the paragraphs of a prompt's file, for tasks."""
         if not self.bodies:
             return Material()
         parts = self.bodies[index % len(self.bodies)].split("\n\n")
         return Material(prose=tuple(part.strip() for part in parts if len(part.strip()) > 1))
 
-    def chars_per_token(self, index: int) -> float:
-        """Return the average characters per token in that prompt's text."""
-        sample = self.chars(index, SAMPLE)
-        return len(sample) / len(self.encode(sample))
-
     def tokens(self, index: int, count: int) -> list[int]:
-        """Return the ``count`` tokens of prompt ``index``; raise a ValueError if the text is too short."""
+        """Return the ``count`` tokens of prompt ``index``; raise ValueError if the text is too short."""
         found = self.encode(self.chars(index, CHARS * count))[:count]
         if len(found) < count:
             name = self.names[index % len(self.names)] if self.names else "the invented text"
-            raise ValueError(
-                f"{name} gives {len(found)} tokens for prompt {index + 1}; {count} are needed (give a longer text, "
-                "fewer prompts or a shorter context)"
-            )
+            raise ValueError(f"{name} gives {len(found)} tokens for prompt {index + 1}; {count} are needed")
         return found
 
     def check(self, prompts: int, count: int) -> None:
-        """Raise a ValueError unless there are ``prompts`` prompts of ``count`` tokens."""
+        """Raise ValueError unless there are ``prompts`` prompts of ``count`` tokens."""
         for index in range(prompts):
             self.tokens(index, count)
 

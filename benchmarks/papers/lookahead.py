@@ -1,8 +1,7 @@
 """``python -m benchmarks papers lookahead``: the Lookahead paper's methods beside Forerun's, on every task.
 
 The published forms draft up to the decoding length, and all drafts are scored (section 4.2). Forerun's default merges
-branches by probability and scores what pays. Every trie is warm, as in the paper's experiments: it has indexed the
-answers to other prompts of the task.
+branches by probability and scores what pays. Every trie is warm, as in the paper: it has indexed other answers.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from typing import Annotated, TypeVar, get_args
 from benchmarks.papers.lookahead_trie import Form, LookaheadTrieConfig, LookaheadTrieSource
 from benchmarks.reporting import plots
 from benchmarks.reporting.common_options import ListOptions, SourceOptions, list_option, names_of
-from benchmarks.reporting.study_report import Delivery, Report
+from benchmarks.reporting.study_report import Report
 from benchmarks.tasks.task_bench import TaskBench, WrongSource
 from benchmarks.tasks.task_prompts import Counts
 from benchmarks.tasks.task_sets import jobs_for
-from forerun.bench.machine import Row, plain_values
+from forerun.bench.machine import Row
 from forerun.bench.prompts_file import TemplateEncoder
 from forerun.bench.report import equality_table, pivot, plot, shown, speed_table, summarise
 from forerun.bench.rounds import PLAIN, Contestant, Tokens
@@ -42,12 +41,7 @@ FORMS: tuple[Form, ...] = get_args(Form)
 
 @dataclass(frozen=True)
 class Lengths:
-    """The paper's two lengths.
-
-    Attributes:
-        decoding: the most drafted tokens scored per step (L_d).
-        branch: tokens of a branch, including its context (L_b).
-    """
+    """The paper's lengths: most drafted tokens per step (L_d), and tokens of a branch with its context (L_b)."""
 
     decoding: int = 16
     branch: int = 12
@@ -55,13 +49,8 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Method:
-    """A way to draft.
-
-    Attributes:
-        make: makes the source of drafts, with what it remembers, or a level.
-        budget: the most nodes of a tree.
-        pruned: whether only what pays is scored; otherwise all drafts are scored, as in the paper.
-    """
+    """A way to draft: what makes the source, the most nodes of a tree, and whether only nodes that pay are scored, or
+    all, as in the paper."""
 
     make: Callable[[Setup], Source]
     budget: int = BUDGET
@@ -72,17 +61,16 @@ class MethodBench(TaskBench):
     """The contestants of ``python -m benchmarks tasks``, and methods on the same engine."""
 
     def contestant(self, method: Method) -> Contestant:
-        """Return greedy generation with a fresh drafter in each turn."""
         return self.forerun(method.make, method.budget, method.pruned)
 
     def answers(self, method: Method, prompts: Sequence[Tokens], max_new_tokens: int) -> list[Tokens]:
-        """Return the target's answers to the prompts, one after another with one drafter; drafts do not change them."""
+        """Answer the prompts with one drafter; drafts do not change the answers."""
         self.contestant(method).prepare()
         return [text for prompt in prompts for text in self.generate([prompt], max_new_tokens)[0]]
 
 
 def warmed(source: T, texts: Sequence[Tokens]) -> T:
-    """Return the source after it indexed the texts as if they were generated."""
+    """Return the source after it indexed the answers."""
     source.warm("default", texts)
     return source
 
@@ -92,13 +80,9 @@ def plain() -> Method:
 
 
 def published(form: Form, lengths: Lengths, texts: Sequence[Tokens]) -> Method:
-    """A published form of the trie with the paper's lengths; drafts are filled to the decoding length, and scored."""
-    config = LookaheadTrieConfig(
-        form=form,
-        branch_length=lengths.branch,
-        max_prefix=min(LookaheadTrieConfig.max_prefix, lengths.branch - 1),
-        min_matches=max(LookaheadTrieConfig.min_matches, lengths.decoding),
-    )
+    """Return a published form with the paper's lengths; drafts fill the decoding length, and all are scored."""
+    longest = min(LookaheadTrieConfig.max_prefix, lengths.branch - 1)
+    config = LookaheadTrieConfig(form, lengths.branch, longest, max(LookaheadTrieConfig.min_matches, lengths.decoding))
     return Method(lambda setup: warmed(LookaheadTrieSource(config), texts), lengths.decoding, pruned=False)
 
 
@@ -108,12 +92,8 @@ def default(texts: Sequence[Tokens]) -> Method:
 
 
 def methods(lengths: Lengths, answers: Sequence[Tokens]) -> dict[str, Method]:
-    """Table 2 without ``transformers``: prompt lookup, the forms, Forerun's trie, and drafts that are never accepted.
-
-    Args:
-        lengths: of the published forms, and the most drafts of the other methods that score all of them.
-        answers: answers to other prompts of the task, which the tries know.
-    """
+    """Return table 2 without ``transformers``: prompt lookup, the forms, Forerun's trie, and drafts that are never
+    accepted. Tries have indexed ``answers``."""
     most, lookup = lengths.decoding, LookupConfig(branch_length=lengths.decoding)
     return {
         PLAIN: plain(),
@@ -129,7 +109,7 @@ def methods(lengths: Lengths, answers: Sequence[Tokens]) -> dict[str, Method]:
 class LookaheadOptions(ListOptions, OutputOptions, SourceOptions, ModelOptions):
     """The Lookahead paper's table 2: every form of a draft on every task, with warm tries.
 
-    Greedy; contestants take turns in one process; medians count. Writes JSON, Markdown and a plot after each task.
+    Greedy; contestants take turns; medians count. Writes JSON, Markdown and a plot after each task.
     """
 
     tasks: Annotated[str | None, list_option("Text", "Those of tasks; default: all.")] = None
@@ -137,12 +117,8 @@ class LookaheadOptions(ListOptions, OutputOptions, SourceOptions, ModelOptions):
     warm_prompts: Annotated[int, option("--warm-prompts", panel="Text", help="Answered before, per task.", min=0)] = 20
     rounds: Rounds = 3
     max_new_tokens: Annotated[int, option("--max-new-tokens", "-n", panel="Text", help="Per text.", min=2)] = 160
-    decoding_length: Annotated[
-        int, option("--decoding-length", panel="Text", help="Drafted tokens per step, in the paper's forms.", min=1)
-    ] = Lengths.decoding
-    branch_length: Annotated[
-        int, option("--branch-length", panel="Text", help="Tokens of a branch, context included.", min=2, max=256)
-    ] = Lengths.branch
+    decoding_length: Annotated[int, option(panel="Text", help="Drafts of the paper's forms.", min=1)] = Lengths.decoding
+    branch_length: Annotated[int, option(panel="Text", help="With its context.", min=2, max=256)] = Lengths.branch
     out: Out = Path("runs/lookahead")
 
     names = names_of("tasks")
@@ -153,9 +129,7 @@ def run(options: LookaheadOptions) -> None:
     model, tokenizer = load_target(options)
     counts = Counts(options.prompts, options.warm_prompts, options.max_new_tokens)
     jobs, _ = jobs_for(options.names, options, TemplateEncoder(tokenizer, options.raw), counts, position_limit(model))
-    settings = plain_values(options) | {"dtype": dtype_name(model)}
-    report = Report("The Lookahead paper's methods", settings)
-    delivery = Delivery(report, options.out, "lookahead", options.json)
+    report = Report.of("The Lookahead paper's methods", options, "lookahead", dtype=dtype_name(model))
     bench, rows = MethodBench(model, (), tokenizer=tokenizer), list[Row]()
     for job in jobs:
         say(f"{job.task}: answering {len(job.warm_prompts)} other prompts")
@@ -164,14 +138,10 @@ def run(options: LookaheadOptions) -> None:
         found = methods(Lengths(options.decoding_length, options.branch_length), answers)
         bench.others = {name: bench.contestant(method) for name, method in found.items()}
         *_, series = bench.run(job, options.rounds)
-        rows += summarise(series, decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)))
-        add_methods(report, rows)
-        delivery.save()
-    delivery.end()
-
-
-def add_methods(report: Report, rows: Sequence[Row]) -> None:
-    steps = pivot(rows, "contestant", "task", lambda row: shown(row["tokens_per_step"]))
-    heading = "Table 2: methods, as speed-up over transformers; tokens per step by task; equal texts"
-    report.add("methods", heading, rows, speed_table(rows), steps, equality_table(rows))
-    report.plot("methods", lambda path: plot(rows, path, report.note))
+        rows.extend(summarise(series, decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))))
+        steps = pivot(rows, "contestant", "task", lambda row: shown(row["tokens_per_step"]))
+        heading = "Table 2: methods, as speed-up over transformers; tokens per step by task; equal texts"
+        report.add("methods", heading, rows, speed_table(rows), steps, equality_table(rows))
+        report.plot("methods", lambda path: plot(rows, path, report.note))
+        report.save()
+    report.end()

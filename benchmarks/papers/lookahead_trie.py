@@ -1,8 +1,8 @@
 """The Lookahead paper's trie and its three forms of a draft (sections 4.2 and 4.3.2), in plain Python.
 
-A stage takes the context of one length and adds the branches after it, those of the largest weighted frequency first.
-A branch that is longer than the trie counts goes on from its last tokens. If a stage yields too few nodes, the next
-shorter context has a stage, too. Forerun's own trie (``forerun.trie``) goes by learned probability instead.
+A stage adds the branches after the context of one length, those of the largest weighted frequency first. A branch
+longer than the counted contexts continues from its last tokens. If a stage yields too few nodes, a shorter context
+follows.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ import numpy as np
 from forerun.core.request import Request
 from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Outcome
+from forerun.decoding import recipes
+from forerun.decoding.planner import Planner
+from forerun.decoding.recipes import Recipe
 from forerun.decoding.row import Row
 from forerun.decoding.source import Limit, Source
 
@@ -32,8 +35,7 @@ class LookaheadTrieConfig:
     """The paper's parameters.
 
     Attributes:
-        form: ``hierarchical`` merges branches on shared prefixes, ``parallel`` has them side by side, and ``single`` is
-            the likeliest branch.
+        form: ``hierarchical`` merges shared prefixes, ``parallel`` does not, and ``single`` is the likeliest branch.
         branch_length: tokens of a branch, context included (L_b).
         max_prefix: longest context that is counted and matched.
         min_matches: the next shorter context is used too while there are fewer nodes (N_m).
@@ -72,7 +74,7 @@ class NGrams:
 
 @dataclass
 class _Live:
-    """A request: its n-grams, how much of its text is counted, and its output."""
+    """A request: its n-grams, how many of its tokens are counted, and its output."""
 
     own: NGrams
     known: int
@@ -99,7 +101,7 @@ class _Branches:
         return next(same, ROOT)
 
     def side_by_side(self, budget: int) -> DraftTree:
-        """Return every branch on its own, the heaviest leaf first, as far as the budget goes (section 4.2.1)."""
+        """Return every branch separately, the heaviest leaf first, within the budget (section 4.2.1)."""
         leaves = sorted(set(range(len(self.tokens))) - set(self.parents), key=lambda leaf: -self.weights[leaf])
         tokens: list[int] = []
         parents: list[int] = []
@@ -144,7 +146,6 @@ class LookaheadTrieSource(Source):
         return [self.draft(row, limit.nodes) for row, limit in zip(rows, limits, strict=True)]
 
     def draft(self, row: Row, budget: int) -> DraftTree:
-        """Return a tree of at most ``budget`` nodes after a row's text."""
         config, draft = self.config, _Branches()
         text = row.request.tokens[-config.max_prefix :].tolist()
         for length in range(min(config.max_prefix, len(text)), 0, -1):
@@ -157,14 +158,14 @@ class LookaheadTrieSource(Source):
         return DraftTree(np.array(draft.tokens, np.int64), np.array(draft.parents, np.int64))
 
     def _followers(self, row: Row, context: tuple[int, ...]) -> Counter[int]:
-        """Return weighted counts of what followed a context, in the request's tokens and in earlier outputs."""
+        """Return weighted counts of what followed a context in the request and in earlier outputs."""
         weights: Counter[int] = Counter(self._outputs[row.request.drafts_from].after(context))
         for token, times in row.states[self].own.after(context).items():
             weights[token] += self.config.prompt_weight * times  # type: ignore[assignment]
         return weights
 
     def _stage(self, row: Row, draft: _Branches, text: list[int], length: int, budget: int) -> None:
-        """Add the branches after the last ``length`` tokens to the draft."""
+        """Add the branches after the last ``length`` tokens."""
         orders, single = self.config.max_prefix, self.config.form == "single"
         deepest = min(row.request.max_draft_depth, self.config.branch_length - length)
         frontier: list[tuple[float, int, int, int]] = []  # minus the weight, order of entry, node above, token
@@ -194,3 +195,10 @@ class LookaheadTrieSource(Source):
                 frontier.clear()
             if (depth := len(draft.path(node))) < deepest:
                 expand(node, min(length + depth, orders), -minus)
+
+
+RECIPES: dict[str, Recipe] = {
+    **recipes.RECIPES,
+    "lookahead-trie": Recipe(lambda setup: setup.over(Planner(LookaheadTrieSource()))),
+}
+"""Forerun's recipes, and the paper's trie, all of whose drafts are scored."""

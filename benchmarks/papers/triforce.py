@@ -1,5 +1,5 @@
-"""``python -m benchmarks papers triforce``: decoding after long prompts, compared with plain decoding over the same
-cache (TriForce's tables 2 to 4 and its figures 1, right, and 5)."""
+"""``python -m benchmarks papers triforce``: decoding after long prompts, compared with plain decoding over one cache
+(TriForce's tables 2 to 4 and its figures 1, right, and 5)."""
 
 from __future__ import annotations
 
@@ -8,28 +8,17 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
-from benchmarks.long_context import needles
-from benchmarks.long_context.long_bench import (
-    PLAIN,
-    LongBench,
-    LongSeries,
-    Prefilled,
-    combine,
-    prefill,
-    sampled,
-    shortened,
-    summarise,
-)
+from benchmarks.long_context import long_bench, needles
+from benchmarks.long_context.long_bench import PLAIN, LongBench, LongSeries, Prefilled, prefill, sampled, summarise
 from benchmarks.long_context.needles import Haystack
 from benchmarks.long_context.texts import Texts
-from benchmarks.papers.baselines import RECIPES
 from benchmarks.reporting import plots
 from benchmarks.reporting.common_options import ListOptions, list_option, names_of, numbers, numbers_of
 from benchmarks.reporting.plots import Frame
-from benchmarks.reporting.study_report import Delivery, Report, listing, speed_cell
-from forerun.bench.machine import Row, plain_values
+from benchmarks.reporting.study_report import Report, listing, speed_cell
+from forerun.bench.machine import Row
 from forerun.bench.report import pivot
 from forerun.cli.models import check_drafters, encoder, load_stretched, settings
 from forerun.cli.options import LONG_PANEL, LongOptions, MemoryOptions, ModelOptions, Out, OutputOptions, Rounds, option
@@ -62,14 +51,8 @@ class TriforceOptions(ListOptions, OutputOptions, LongOptions, MemoryOptions, Mo
     loses. Each prompt is prefilled once. Writes JSON, Markdown and plots.
     """
 
-    yarn: Annotated[
-        float | None,
-        option("--yarn", panel="Model", metavar="FACTOR", help="Factor on the model's positions, by YaRN."),
-    ] = None
-    text: Annotated[
-        list[Path] | None,
-        option("--text", panel="Text", help="A text file, or a folder of .txt and .md files; may be repeated."),
-    ] = None
+    yarn: Annotated[float | None, option(panel="Model", metavar="FACTOR", help="On the model's positions.")] = None
+    text: Annotated[list[Path] | None, option(panel="Text", help="A file or folder; may be repeated.")] = None
     parts: Annotated[str, list_option("Text", f"Of {', '.join(PARTS)}.")] = ",".join(PARTS)
     contexts: Annotated[str, list_option("Text", "Prompt tokens.")] = "4000,16000"
     temperatures: Annotated[str, list_option("Text", "0 is greedy.")] = "0,0.2,0.4,0.6,0.8,1.0,1.2"
@@ -78,11 +61,7 @@ class TriforceOptions(ListOptions, OutputOptions, LongOptions, MemoryOptions, Mo
     rounds: Rounds = 3
     max_new_tokens: Annotated[int, option("--max-new-tokens", "-n", panel="Text", help="Per text.", min=2)] = 128
     batches: Annotated[str, list_option("Text", "Rows that are decoded together.")] = "2,6,10"
-    batch_context: Annotated[
-        int | None,
-        option("--batch-context", panel="Text", help="Tokens of each row of a batch; by default rows are ragged and "
-               "share the longest context's.", min=16),
-    ] = None  # fmt: skip
+    batch_context: Annotated[int | None, option(panel="Text", help="Of each row; else ragged rows.", min=16)] = None
     batch_budgets: Annotated[str, list_option(LONG_PANEL, "Cache budget of a row in a batch.")] = "256,1024"
     batch_temperatures: Annotated[str, list_option("Text", "Of batches.")] = "0,0.6"
     needles: Annotated[int, option("--needles", panel="Text", help="Facts asked from one text.", min=1)] = 10
@@ -108,11 +87,10 @@ class TriforceOptions(ListOptions, OutputOptions, LongOptions, MemoryOptions, Mo
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt."""
         return max(self.lengths)
 
     def rows(self, size: int) -> list[int]:
-        """Return tokens of each row of a batch."""
+        """Return the tokens of each row of a batch."""
         if self.batch_context is not None:
             return [self.batch_context] * size
         longest = self.longest // size
@@ -120,7 +98,7 @@ class TriforceOptions(ListOptions, OutputOptions, LongOptions, MemoryOptions, Mo
 
 
 def _check_positions(options: TriforceOptions, limit: int | None) -> None:
-    """Raise a ValueError if the model's positions are too few for the longest prompt and what follows it."""
+    """Raise ValueError if the model has too few positions for the longest prompt and what follows it."""
     longest = max(options.longest, options.batch_context or 0)
     if limit is not None and longest + options.room > limit:
         raise ValueError(
@@ -130,50 +108,45 @@ def _check_positions(options: TriforceOptions, limit: int | None) -> None:
         )
 
 
-class Case(NamedTuple):
-    """One measurement with single rows."""
-
-    context: int
-    temperature: float
-
-
 @dataclass(frozen=True)
 class TriforceBench:
-    """The parts, each of which fills the report of ``delivery``."""
+    """The parts, each of which adds to the report."""
 
     bench: LongBench
     texts: Texts
     settings: LongContextConfig
     options: TriforceOptions
     drafters: Sequence[str]
-    delivery: Delivery
+    report: Report
     _held: dict[tuple[int, int], Prefilled] = field(default_factory=dict)
 
     def alone(self, parts: Collection[str]) -> None:
         """Measure single rows: the longest context at all temperatures, then the shorter ones."""
         longest, temperatures = self.options.longest, self.options.heats
-        cases = [Case(longest, temperature) for temperature in temperatures] if "temperatures" in parts else []
+        cases = [(longest, temperature) for temperature in temperatures] if "temperatures" in parts else []
         if "contexts" in parts:  # long ones first, because cutting a cache loses its end
-            cases += [Case(context, 0.0) for context in sorted(self.options.lengths, reverse=True)]
-        found: dict[Case, list[list[LongSeries]]] = {case: [] for case in cases}
+            cases += [(context, 0.0) for context in sorted(self.options.lengths, reverse=True)]
+        found: dict[tuple[int, float], list[list[LongSeries]]] = {case: [] for case in cases}
         for index in range(self.options.prompts):
             say(f"prefilling prompt {index + 1} of {self.options.prompts}: {longest:,} tokens")
             prompt = self._read(index, longest)
-            for case, series in found.items():
-                say(f"prompt {index + 1}: {case.context:,} tokens, T {case.temperature:g}")
-                cut = shortened(self.bench.engine, prompt, case.context)
-                series.append(self._run([cut], case.temperature, self.settings))
-            rows = [row for case, series in found.items() for row in summarise(combine(series), **case._asdict())]
+            for (context, temperature), series in found.items():
+                say(f"prompt {index + 1}: {context:,} tokens, T {temperature:g}")
+                cut = long_bench.shortened(self.bench.engine, prompt, context)
+                series.append(self._run([cut], temperature, self.settings))
+            rows = list[Row]()
+            for (context, temperature), series in found.items():
+                rows += summarise(long_bench.combine(series), context=context, temperature=temperature)
             if "temperatures" in parts:
                 mine = [row for row in rows if row["context"] == longest and row["temperature"] in temperatures]
-                report_temperatures(self.delivery.report, mine)
+                report_temperatures(self.report, mine)
             if "contexts" in parts:
-                report_contexts(self.delivery.report, [row for row in rows if row["temperature"] == 0])
-            self.delivery.save()
-        self.delivery.part()
+                report_contexts(self.report, [row for row in rows if row["temperature"] == 0])
+            self.report.save()
+        self.report.part()
 
     def batches(self) -> None:
-        """Measure batches of each size with each budget; update the report after each of them."""
+        """Measure batches of each size with each budget and temperature."""
         rows: list[Row] = []
         for size in self.options.sizes:
             prompts = self._rows(size)
@@ -182,9 +155,9 @@ class TriforceBench:
                 say(f"batch of {size}, budget {budget:,}, temperature {temperature:g}")
                 series = self._run(prompts, temperature, replace(self.settings, cache_budget=budget))
                 rows += summarise(series, batch=size, budget=budget, context=longest, temperature=temperature)
-                report_batches(self.delivery.report, rows)
-                self.delivery.save()
-        self.delivery.part()
+                report_batches(self.report, rows)
+                self.report.save()
+        self.report.part()
 
     def _rows(self, size: int) -> list[Prefilled]:
         """Prefill the prompts of a batch, except rows that the batch before had."""
@@ -203,8 +176,8 @@ class TriforceBench:
         text = needles.read_text(self.bench.engine, haystack, self.options.room)
         bench = LongBench(self.bench.engine, 1)  # one round: the questions are repetition enough
         tokens = self.options.needle_tokens
-        report_needles(self.delivery.report, needles.run(bench, haystack, text, self.drafters, self.settings, tokens))
-        self.delivery.part()
+        report_needles(self.report, needles.run(bench, haystack, text, self.drafters, self.settings, tokens))
+        self.report.part()
 
     def _run(self, rows: Sequence[Prefilled], temperature: float, settings: LongContextConfig) -> list[LongSeries]:
         return self.bench.run([rows], self.drafters, settings, sampled(temperature, self.options.max_new_tokens))
@@ -214,36 +187,37 @@ class TriforceBench:
 
 
 def run(options: TriforceOptions) -> None:
-    """Measure, print the tables, and write JSON, Markdown and plots."""
     plots.check()
-    parts, named = options.names, _named(options)
+    parts, named = options.names, options.named
+    check_drafters(named, options)
+    if set(named) == {PLAIN}:
+        raise ValueError("--drafters is 'none', which is measured in any case; name others to compare with it")
     model, tokenizer = load_stretched(options)
     _check_positions(options, position_limit(model))
     texts = Texts.read(options.text or (), encoder(tokenizer))
     _check_texts(options, texts, parts)
     haystack = needles.build(texts, 0, options.longest, options.needles) if "needles" in parts else None
-    config = settings(options, named or DRAFTERS, model, tokenizer, RECIPES)
-    drafters = named or [name for name in DRAFTERS if name in buildable(config, RECIPES)]
+    config = settings(options, named or DRAFTERS, model, tokenizer)
+    drafters = named or [name for name in DRAFTERS if name in buildable(config)]
     memory = None
     if options.kv_memory is not None:
         memory = KVMemory(options.kv_memory, options.kv_host_memory, options.kv_folder, options.simulate_bandwidth)
     engine = Engine(model, "none", tokenizer=tokenizer, kv_memory=memory)
     _check_memory(options, engine.target.kv, parts)
-    report = Report("TriForce on long contexts", plain_values(options) | {"dtype": dtype_name(model)})
-    delivery = Delivery(report, options.out, "triforce", options.json)
-    bench = TriforceBench(LongBench(engine, options.rounds), texts, config, options, drafters, delivery)
+    report = Report.of("TriForce on long contexts", options, "triforce", dtype=dtype_name(model))
+    bench = TriforceBench(LongBench(engine, options.rounds), texts, config, options, drafters, report)
     if {"temperatures", "contexts"} & set(parts):
         bench.alone(parts)
     if "batches" in parts:
         bench.batches()
     if haystack is not None:
         bench.needles(haystack)
-    delivery.end()
+    report.end()
     engine.close()
 
 
 def _check_memory(options: TriforceOptions, shape: KVShape, parts: Sequence[str]) -> None:
-    """Raise a ValueError if ``--kv-memory`` is too small for the rows of a prompt or batch."""
+    """Raise ValueError if ``--kv-memory`` is too small for a prompt or batch."""
     rows = [[options.longest]]
     if "batches" in parts:
         rows += map(options.rows, options.sizes)
@@ -253,7 +227,7 @@ def _check_memory(options: TriforceOptions, shape: KVShape, parts: Sequence[str]
 
 
 def _check_texts(options: TriforceOptions, texts: Texts, parts: Sequence[str]) -> None:
-    """Raise a ValueError if a text is shorter than a prompt that will be cut from it."""
+    """Raise ValueError if a text is shorter than a prompt that will be cut from it."""
     if {"temperatures", "contexts"} & set(parts):
         texts.check(options.prompts, options.longest)
     if "batches" in parts:
@@ -262,22 +236,13 @@ def _check_texts(options: TriforceOptions, texts: Texts, parts: Sequence[str]) -
                 texts.tokens(row, length)
 
 
-def _named(options: TriforceOptions) -> list[str]:
-    """Return the drafters named on the command line, if any."""
-    check_drafters(options.named, options, RECIPES)
-    if set(options.named) == {PLAIN}:
-        raise ValueError("--drafters is 'none', which is measured in any case; name others to compare with it")
-    return options.named
-
-
 def report_temperatures(report: Report, rows: Sequence[Row]) -> None:
     """Add table 2."""
-    heading = f"Speed-up, and acceptance in brackets, by temperature at {rows[0]['context']:,} tokens"
+    at = f"at {rows[0]['context']:,} tokens"
+    heading = f"Speed-up, and acceptance in brackets, by temperature {at}"
     _add(report, "temperatures", heading, rows, rows, {"temperature": "temperature", **COLUMNS})
-    _lines(report, "temperatures", f"Speed-up of decoding at {rows[0]['context']:,} tokens", "temperature", rows)
-    frame = Frame(
-        f"Acceptance at {rows[0]['context']:,} tokens", "temperature", "accepted per tested draft", share=True
-    )
+    _lines(report, "temperatures", f"Speed-up of decoding {at}", "temperature", rows)
+    frame = Frame(f"Acceptance {at}", "temperature", "accepted per tested draft", share=True)
     report.lines("acceptance", frame, plots.by(drafted(rows), "contestant", "temperature", "acceptance"))
 
 
@@ -317,8 +282,14 @@ def _add(
     report: Report, name: str, heading: str, rows: Sequence[Row], shown: Sequence[Row], columns: dict[str, str],
     down: str = "contestant", across: str = "temperature",
 ) -> None:  # fmt: skip
-    """Add a part: a table of speed-ups, one of all columns, and whether outputs are equal."""
-    report.add(name, heading, rows, pivot(shown, down, across, speed_cell), listing(rows, columns), equality(rows))
+    """Add a table of speed-ups, one of all columns, and whether outputs are equal."""
+    equality, parted = "Every output equals that of plain decoding.\n", sum(row["same_output"] < 1 for row in rows)
+    if parted:
+        equality = (
+            f"In {parted} of {len(rows)} rows an output differs from that of plain decoding. Rounding does that where "
+            "two tokens are nearly as good; `forerun audit` tells whether it was that.\n"
+        )
+    report.add(name, heading, rows, pivot(shown, down, across, speed_cell), listing(rows, columns), equality)
 
 
 def _lines(report: Report, name: str, title: str, x: str, rows: Sequence[Row]) -> None:
@@ -327,17 +298,5 @@ def _lines(report: Report, name: str, title: str, x: str, rows: Sequence[Row]) -
     report.lines(name, frame, plots.by(drafted(rows), "contestant", x, "speed_up", ("slowest", "fastest")))
 
 
-def equality(rows: Sequence[Row]) -> str:
-    """Say whether drafting changed an output."""
-    parted = sum(row["same_output"] < 1 for row in rows)
-    if not parted:
-        return "Every output equals that of plain decoding.\n"
-    return (
-        f"In {parted} of {len(rows)} rows an output differs from that of plain decoding. Rounding does that where two "
-        "tokens are nearly as good; `forerun audit` tells whether it was that.\n"
-    )
-
-
 def drafted(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows without plain decoding."""
     return [row for row in rows if row["contestant"] != PLAIN]

@@ -1,8 +1,11 @@
-"""The process of a peer: reads orders from stdin, one JSON object per line, and answers in the same way.
+"""The process of a peer: reads orders from stdin and answers, one JSON object per line.
 
-``python -m benchmarks.peers.child MODULE`` serves the module's ``Engine``. The first order has its arguments, each
-further one a method's name and arguments. Libraries may write to stdout at any time, so answers go to a copy of stdout,
-and everything else to stderr.
+``python -m benchmarks.peers.child MODULE`` serves the module's ``Engine``, without importing torch. The first order has
+its arguments, each further one a method's name and arguments. Libraries may write to stdout, so answers go to a copy.
+
+An ``Engine`` has ``said``, its version, build, precision and settings; ``generate(ids, new)``, which continues greedily
+and returns ``count``, the new tokens, ``tokens`` or ``text``, and ``first``, the seconds until the first of them; and
+``forget()``, which drops what earlier requests left.
 """
 
 from __future__ import annotations
@@ -13,21 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable
-from typing import Any, Protocol, TextIO
-
-
-class Served(Protocol):
-    """The interface of a peer module's ``Engine``; its arguments come with the first order."""
-
-    said: str
-    """Version, build, precision and settings."""
-
-    def generate(self, ids: list[int], new: int) -> dict[str, Any]:
-        """Continue greedily; returns ``count``, the number of new tokens, ``tokens`` or ``text``, and ``first``, the
-        seconds until the first of them."""
-
-    def forget(self) -> None:
-        """Drop what was learned from earlier texts."""
+from typing import Any, TextIO
 
 
 def serve(engine: object, orders: Iterable[str], answers: TextIO) -> None:
@@ -48,7 +37,6 @@ def _answer(answers: TextIO, found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Serve the module named on the command line."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     try:

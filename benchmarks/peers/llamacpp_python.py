@@ -1,7 +1,6 @@
 """llama.cpp through ``llama-cpp-python``, which pip builds for this machine: decoding, logits, and quantising.
 
-The loop calls the library's C functions and picks the highest logit with numpy, so the binding costs microseconds a
-token.
+The loop calls C functions and picks the highest logit with numpy: the binding costs microseconds a token.
 """
 
 from __future__ import annotations
@@ -20,12 +19,9 @@ PURE = {
     "IQ4_NL": 25, "IQ4_XS": 30,
 }  # fmt: skip
 """Formats that all matrices of a file can have, and a llama.cpp file type of each."""
-MIXED = {"Q3_K_M": 12, "Q4_K_M": 15, "Q5_K_M": 17}
-"""File types that mix formats, as published files do."""
-CACHE = {"float32": 0, "float16": 1, "bfloat16": 30}
-"""ggml's numbers of types."""
-LOOKUP_TOKENS = 2
-"""Draft length of prompt lookup; llama-cpp-python's README says it is best on CPUs."""
+MIXED = {"Q3_K_M": 12, "Q4_K_M": 15, "Q5_K_M": 17}  # file types that mix formats, as published files do
+CACHE = {"float32": 0, "float16": 1, "bfloat16": 30}  # ggml's numbers of types
+LOOKUP_TOKENS = 2  # draft length of prompt lookup; llama-cpp-python's README says it is best on CPUs
 
 
 class Engine:
@@ -33,10 +29,7 @@ class Engine:
 
     Args:
         folder: holds ``model.gguf``, or is a GGUF file; without one, only ``quantise`` works.
-        threads: number of threads.
-        positions: length of the longest text.
-        dtype: type of keys and values: float32, bfloat16 or float16, which is llama.cpp's default.
-        ends: the tokens that end a text.
+        dtype: of keys and values; float16 is llama.cpp's default.
         lookup: whether to use the binding's prompt lookup.
     """
 
@@ -60,7 +53,6 @@ class Engine:
         self.said = f"{built}, keys and values in {dtype}{drafts}"
 
     def generate(self, ids: list[int], new: int) -> dict[str, Any]:
-        """See ``Served``."""
         begin = time.perf_counter()
         self._clear()
         tokens = [self._next(ids)]
@@ -72,7 +64,7 @@ class Engine:
         return {"tokens": tokens, "count": len(tokens), "first": first}
 
     def forget(self) -> None:
-        """See ``Served``: it keeps nothing."""
+        """Do nothing: it keeps nothing."""
 
     def logits(self, ids: list[int], file: str) -> None:
         """Write the logits after each token, ``[n, V]`` in float32, to a ``.npy`` file."""
@@ -105,14 +97,13 @@ class Engine:
         self._library.llama_memory_clear(self._library.llama_get_memory(self._context), False)
 
     def _next(self, ids: list[int]) -> int:
-        """The best token after these."""
         given = (self._library.llama_token * len(ids))(*ids)
         self._decode(self._library.llama_batch_get_one(given, len(ids)))
         found = self._library.llama_get_logits_ith(self._context, -1)
         return int(np.ctypeslib.as_array(found, shape=(self._vocabulary,)).argmax())
 
     def _next_with_drafts(self, text: list[int]) -> list[int]:
-        """The best tokens after a text, whose last token is not in the cache: one more than accepted drafts."""
+        """Return accepted drafts and one more token; the last token of ``text`` is not in the cache."""
         assert self._lookup is not None
         drafts = [int(token) for token in self._lookup(np.array(text, np.intc))]
         best = [int(token) for token in self._all_logits([text[-1], *drafts], len(text) - 1).argmax(-1)]
@@ -122,7 +113,7 @@ class Engine:
         return best[: accepted + 1]
 
     def _all_logits(self, ids: list[int], position: int) -> Any:
-        """The logits after each of the tokens, ``[n, V]``, of which the first is at ``position``."""
+        """Return the logits after each of the tokens, ``[n, V]``; the first is at ``position``."""
         batch = self._library.llama_batch_init(len(ids), 0, 1)
         batch.n_tokens = len(ids)
         for i, token in enumerate(ids):

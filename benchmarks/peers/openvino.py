@@ -1,6 +1,6 @@
 """OpenVINO GenAI: plain, or with its prompt lookup.
 
-It reads GGUF files in float16 only. So its graph is made from such a file and then gets the exact weights.
+It reads GGUF files in float16 only, so its graph is made from such a file and then gets the exact weights.
 """
 
 from __future__ import annotations
@@ -12,20 +12,12 @@ from typing import Any
 
 import numpy as np
 
-LOOKUP_TOKENS, LOOKUP_NGRAM = 5, 3
-"""Draft length and matched tokens, as in OpenVINO's own example of prompt lookup."""
+LOOKUP_TOKENS, LOOKUP_NGRAM = 5, 3  # draft length and matched tokens, as in OpenVINO's own example of prompt lookup
 
 
 class Engine:
-    """One pipeline inside this process.
-
-    Args:
-        folder: holds ``graph.gguf`` in float16, and ``model.safetensors`` and ``scalars.json`` with exact values.
-        threads: number of threads.
-        dtype: float32 or bfloat16; also the type of keys and values.
-        ends: the tokens that end a text.
-        lookup: whether to use prompt lookup.
-    """
+    """One pipeline inside this process. ``folder`` holds ``graph.gguf`` in float16, and ``model.safetensors`` and
+    ``scalars.json`` with exact values; ``dtype`` is float32 or bfloat16, also of keys and values."""
 
     def __init__(self, folder: str, threads: int, dtype: str, ends: list[int], lookup: bool = False) -> None:
         import openvino
@@ -58,11 +50,11 @@ class Engine:
         return {"tokens": tokens, "count": len(tokens), "first": found.perf_metrics.get_ttft().mean / 1000}
 
     def forget(self) -> None:
-        """See ``Served``: it keeps nothing."""
+        """Do nothing: it keeps nothing."""
 
 
 def exact(folder: Path, threads: int) -> Path:
-    """The folder of a graph with exact weights; the first process makes it."""
+    """Return the folder of a graph with exact weights; the first process makes it."""
     import openvino
     import openvino_genai
 
@@ -83,11 +75,7 @@ def exact(folder: Path, threads: int) -> Path:
 
 
 def restore(graph: Any, folder: Path) -> None:
-    """Restore the exact value of every constant that was rounded to float16.
-
-    Raises:
-        RuntimeError: if a constant's exact value is not known.
-    """
+    """Restore every constant that was rounded to float16; raise RuntimeError if its exact value is not known."""
     import openvino
     from openvino import opset13
     from safetensors.numpy import load_file
@@ -104,7 +92,7 @@ def restore(graph: Any, folder: Path) -> None:
 
 
 def _unrounded(name: str, rounded: Any, weights: dict[str, Any], scalars: dict[str, float]) -> Any:
-    """A constant's exact value, found by its name or by its rounded value."""
+    """Find a constant's exact value by its name or by its rounded value."""
     plain = name.replace("[", ".").replace("]", "")
     if plain in weights:
         return weights[plain]

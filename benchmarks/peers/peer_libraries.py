@@ -23,22 +23,16 @@ from forerun.bench.rounds import Contestant
 from forerun.engine.result import ends
 from forerun.models.forward.architecture import is_stored
 
-DTYPES = (torch.float32, torch.bfloat16)
-"""Types in which peers and transformers can have the same weights."""
+DTYPES = (torch.float32, torch.bfloat16)  # types in which peers and transformers can have the same weights
 FIND = "import importlib.util, sys; print(*[name for name in sys.argv[1:] if not importlib.util.find_spec(name)])"
 """A program that prints which of the modules in its arguments cannot be found."""
-SPARE = 64
-"""Positions for drafts after the longest text."""
+SPARE = 64  # positions for drafts after the longest request
 
 
 @dataclass(frozen=True)
 class PeerSubject:
-    """The model to measure.
-
-    Attributes:
-        source: the GGUF file that the model came from, or None.
-        positions: length of the longest text.
-    """
+    """The model to measure; ``source`` is the GGUF file that it came from, ``positions`` the length of the longest
+    request."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -57,10 +51,8 @@ class PeerLibrary:
     Attributes:
         package: its name for pip.
         needs: modules that its environment must have, and the packages that contain them.
-        module: has its ``Engine``.
+        module: has its ``Engine``, with the arguments ``options`` and, by contestant, ``variants``.
         prepare: writes the files that it reads into a folder.
-        options: the engine's arguments.
-        variants: further arguments, by contestant.
     """
 
     package: str
@@ -71,7 +63,7 @@ class PeerLibrary:
     variants: Mapping[str, dict[str, Any]]
 
     def missing(self, python: str = sys.executable) -> str:
-        """The command that installs packages which the environment of ``python`` lacks; empty if it has all."""
+        """Return the command that installs the packages that ``python`` lacks; empty if it has all."""
         told = subprocess.run([python, "-c", FIND, *self.needs], capture_output=True, text=True, check=True)
         absent = [self.needs[module] for module in told.stdout.split()]
         return f"{python} -m pip install {' '.join(absent)}" if absent else ""
@@ -79,13 +71,7 @@ class PeerLibrary:
 
 @dataclass
 class RunningPeers:
-    """Peers that are running.
-
-    Attributes:
-        contestants: by name.
-        absent: contestants that could not be loaded, and why.
-        notes: each one's version, precision and settings.
-    """
+    """Running peers; those that could not be loaded, and why; and each one's version, precision and settings."""
 
     contestants: dict[str, Contestant] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
@@ -93,7 +79,7 @@ class RunningPeers:
 
 
 def write_gguf(subject: PeerSubject, folder: Path) -> None:
-    """Write the model for llama.cpp; if its weights are as stored, use the original file."""
+    """Write the model for llama.cpp; if its weights are stored, link the original file."""
     if is_stored(subject.model):
         (folder / "model.gguf").symlink_to(Path(subject.model.name_or_path).resolve())
         return
@@ -101,11 +87,7 @@ def write_gguf(subject: PeerSubject, folder: Path) -> None:
 
 
 def write_openvino(subject: PeerSubject, folder: Path) -> None:
-    """Write the model for OpenVINO, which reads float16: a graph, and the exact values to put into it.
-
-    Raises:
-        PeerError: if the weights are as stored.
-    """
+    """Write a float16 graph for OpenVINO, and the exact values to put into it; raise PeerError for stored weights."""
     if is_stored(subject.model):
         raise PeerError("it cannot be given weights as a GGUF file stores them")
     model = subject.model
@@ -155,11 +137,7 @@ LIBRARIES = (
 
 
 def check(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Path | None) -> None:
-    """Refuse a model that no peer can run unchanged.
-
-    Raises:
-        ValueError: with the reason.
-    """
+    """Raise ValueError for a model that no peer can run unchanged."""
     if find_spec("gguf") is None:
         raise ValueError("--peers writes GGUF files; pip install gguf")
     if model.dtype not in DTYPES:
@@ -174,7 +152,7 @@ def check(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Pa
 def running_peers(
     subject: PeerSubject, kinds: Sequence[PeerLibrary] = LIBRARIES, python: str = sys.executable
 ) -> Iterator[RunningPeers]:
-    """A context with all peers that the environment of ``python`` has, each in its own process."""
+    """Yield all peers that the environment of ``python`` has, each in a process."""
     found = RunningPeers()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="forerun-peers-")))
@@ -196,7 +174,7 @@ def running_peers(
 def _load(
     kind: PeerLibrary, subject: PeerSubject, folder: Path, found: RunningPeers, stack: ExitStack, python: str
 ) -> None:
-    """Load a library's variants; for one that cannot be loaded, note the reason."""
+    """Load a library's variants; note the reason for one that cannot be loaded."""
     said: dict[str, None] = {}
     for name, more in kind.variants.items():
         options = {"folder": str(folder), "threads": torch.get_num_threads(), **kind.options(subject), **more}

@@ -13,21 +13,21 @@ from typing import Annotated
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from benchmarks.peers.model_files import FORMATS, SHAPES, UNQUANTISED, ModelFiles
 from benchmarks.peers.peer_libraries import LIBRARIES, PeerLibrary, PeerSubject
 from benchmarks.peers.process import Peer, PeerError, check_python
 from benchmarks.reporting import plots
-from benchmarks.reporting.common_options import BENCHMARKS, ListOptions, list_option, names_of, numbers_of
+from benchmarks.reporting.common_options import ListOptions, PeerPython, list_option, names_of, numbers_of
 from benchmarks.reporting.plots import Frame
-from benchmarks.reporting.study_report import Delivery, Report
+from benchmarks.reporting.study_report import Report
+from benchmarks.reporting.turns import journal_of
 from forerun.bench.contestants import Bench
 from forerun.bench.disturbance import BUSY
-from forerun.bench.journal import Journal, about
-from forerun.bench.machine import Row, plain_values
+from forerun.bench.journal import Journal
+from forerun.bench.machine import Row
 from forerun.bench.report import pivot
-from forerun.bench.rounds import Contestant, Run, Series, Tokens, measure
+from forerun.bench.rounds import Contestant, Series, Tokens, measure
 from forerun.cli.options import Out, OutputOptions, Resume, Rounds, option
 from forerun.cli.terminal import progress_bar, stderr
 from forerun.decoding.recipes import build
@@ -54,12 +54,8 @@ class PeersOptions(ListOptions, OutputOptions):
     prompt_tokens: Annotated[str, list_option("Text", "Lengths of prompts.")] = "128"
     max_new_tokens: Annotated[int, option("--max-new-tokens", "-n", panel="Text", help="Per prompt.", min=2)] = 48
     rounds: Rounds = 5
-    peer_python: Annotated[
-        Path | None, option(panel="Output", help="The interpreter of the peers' environment; default: this one.")
-    ] = None
-    files: Annotated[Path, option(panel="Output", help="Folder of the GGUF files, which are kept.")] = Path(
-        "runs/files"
-    )
+    peer_python: PeerPython = None
+    files: Annotated[Path, option(panel="Output", help="Where the GGUF files are kept.")] = Path("runs/files")
     files_only: Annotated[bool, option("--files-only", panel="Output", help="Write the GGUF files; no speed.")] = False
     out: Out = Path("runs/peers")
     resume: Resume = False
@@ -80,36 +76,32 @@ class PeersOptions(ListOptions, OutputOptions):
 
 
 def run(options: PeersOptions) -> None:
-    """Make the files, measure, print the tables, and write JSON, Markdown and plots after each format."""
     plots.check()
     console, kinds = stderr(), options.kinds
     files = ModelFiles(options.model, options.files, options.python, console.print)
     made = {kind: files.find(kind) for kind in kinds}
     if options.files_only:
         return
-    shared = about(str(files.find(UNQUANTISED)), ", ".join(kinds), "cpu", BENCHMARKS)
-    journal = Journal(options.out / "peers-turns.jsonl", shared, options.resume)
+    journal = journal_of(options, "peers", str(files.find(UNQUANTISED)), ", ".join(kinds), "cpu")
     title = f"{files.folder.name} in Forerun and other engines ({date.today().isoformat()})"
-    report = Report(title, plain_values(options) | {"model": files.folder.name, "peer_python": None, "files": None})
-    delivery = Delivery(report, options.out, "peers", options.json)
-    rows: list[Row] = []
-    said: dict[str, None] = {}
+    report = Report.of(title, options, "peers", model=files.folder.name, peer_python=None, files=None)
+    rows, said = list[Row](), dict[str, None]()
     for kind, file in made.items():
         with contestants(options, kind, file) as (found, notes), progress_bar(console, kind) as progress:
             said |= dict.fromkeys(notes)
             for some in measured(found, kind, options, journal, progress):
                 rows += some
                 add_tables(report, rows, [*said])
-                delivery.save()
-    delivery.end()
+                report.save()
+    report.end()
 
 
 @contextmanager
 def contestants(options: PeersOptions, kind: str, file: Path) -> Iterator[tuple[dict[str, Contestant], list[str]]]:
-    """A context with the contestants over a file, and what the other engines say about themselves."""
+    """Yield the contestants over a file, and what the other engines say about themselves."""
     model, tokenizer = load(str(file), UNQUANTISED if kind == UNQUANTISED else STORED)
     model.generation_config.eos_token_id = None  # each output has the same length
-    found, notes = {FORERUN: plain(model)}, list[str]()
+    found, notes = {FORERUN: Bench(model, ["none"]).forerun(lambda setup: build("none", setup))}, list[str]()
     dtype = UNQUANTISED if kind == UNQUANTISED else "float16"
     given = {"threads": torch.get_num_threads(), "folder": str(file), "positions": options.positions, "dtype": dtype}
     with ExitStack() as stack:
@@ -128,10 +120,6 @@ def contestants(options: PeersOptions, kind: str, file: Path) -> Iterator[tuple[
         yield found, notes
 
 
-def plain(model: PreTrainedModel) -> Contestant:
-    return Bench(model, ["none"]).forerun(lambda setup: build("none", setup))
-
-
 def openvino(subject: PeerSubject, folder: Path, python: str) -> Peer:
     kind: PeerLibrary = next(kind for kind in LIBRARIES if OPENVINO in kind.variants)
     if missing := kind.missing(python):
@@ -144,12 +132,9 @@ def openvino(subject: PeerSubject, folder: Path, python: str) -> Peer:
 
 
 def measured(
-    found: Mapping[str, Contestant],
-    kind: str,
-    options: PeersOptions,
-    journal: Journal,
+    found: Mapping[str, Contestant], kind: str, options: PeersOptions, journal: Journal,
     progress: Callable[[int, int], None],
-) -> Iterator[list[Row]]:
+) -> Iterator[list[Row]]:  # fmt: skip
     lengths = sorted(options.lengths)
     for done, length in enumerate(lengths):
         progress(done, len(lengths))
@@ -159,42 +144,24 @@ def measured(
 
 
 def prompt(length: int) -> Tokens:
-    """Seeded random tokens that every vocabulary has."""
+    """Return seeded random tokens that every vocabulary has."""
     return [int(token) for token in np.random.default_rng(0).integers(100, 4000, length)]
 
 
 def row_of(one: Series, kind: str, length: int) -> Row:
-    """The medians of one contestant's rounds over a prompt."""
+    """Return the medians of a contestant's rounds over a prompt."""
     runs = [run for run in one.runs[0] if run.first is not None]
     first = median(run.first for run in runs if run.first is not None)
-    speeds = sorted(map(decoding_speed, runs))
+    speeds = sorted((run.tokens - 1) / (run.seconds - run.first) for run in runs if run.first is not None)
     return {
-        "weights": kind,
-        "prompt": length,
-        "contestant": one.contestant,
-        "tokens_per_second": median(speeds),
-        "slowest": speeds[0],
-        "fastest": speeds[-1],
-        "first_token_ms": 1000 * first,
-        "prompt_tokens_per_second": length / first,
-        "others": max((run.others or 0.0 for run in runs), default=0.0),
-    }
-
-
-def decoding_speed(run: Run) -> float:
-    """Tokens per second after the first one."""
-    assert run.first is not None
-    return (run.tokens - 1) / (run.seconds - run.first)
+        "weights": kind, "prompt": length, "contestant": one.contestant, "tokens_per_second": median(speeds),
+        "slowest": speeds[0], "fastest": speeds[-1], "first_token_ms": 1000 * first,
+        "prompt_tokens_per_second": length / first, "others": max((run.others or 0.0 for run in runs), default=0.0),
+    }  # fmt: skip
 
 
 def add_tables(report: Report, rows: Sequence[Row], said: Sequence[str]) -> None:
-    """Add the tables and plots of all rows so far.
-
-    Args:
-        report: takes them.
-        rows: of ``row_of``.
-        said: what the other engines say about themselves.
-    """
+    """Add the tables and plots of all rows so far; ``said`` is what the other engines say about themselves."""
     shortest = min(row["prompt"] for row in rows)
     decoding = [row for row in rows if row["prompt"] == shortest]
     notes = [f"{line}\n" for line in said]
@@ -213,13 +180,10 @@ def add_tables(report: Report, rows: Sequence[Row], said: Sequence[str]) -> None
 
 
 def decoding_table(rows: Sequence[Row]) -> str:
-    """Medians with the slowest and the fastest round, and Forerun's ratio to llama.cpp."""
+    """Format medians with the slowest and fastest round, and Forerun's ratio to llama.cpp."""
     speeds = {(row["weights"], row["contestant"]): row["tokens_per_second"] for row in rows}
-    ratios = [
-        {"weights": kind, "contestant": f"{FORERUN} / {LLAMA}", "ratio": speeds[kind, FORERUN] / speeds[kind, LLAMA]}
-        for kind, name in speeds
-        if name == LLAMA
-    ]
+    both = {kind: speeds[kind, FORERUN] / speed for (kind, name), speed in speeds.items() if name == LLAMA}
+    ratios = [{"weights": kind, "contestant": f"{FORERUN} / {LLAMA}", "ratio": ratio} for kind, ratio in both.items()]
     return pivot([*rows, *ratios], "weights", "contestant", _cell)
 
 

@@ -9,13 +9,11 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from forerun.bench.rounds import Contestant, Rows, Run
 
-TAIL = 400
-"""The most characters of a peer's last output that an error quotes."""
+TAIL = 400  # the most characters of a peer's last output that an error quotes
 
 
 ROOT = Path(__file__).parents[2]
@@ -26,12 +24,7 @@ class PeerError(ChildProcessError):
 
 
 class Peer:
-    """An engine in a process of its own.
-
-    Args:
-        module: has the ``Engine``; see ``benchmarks.peers.child``.
-        options: the engine's arguments.
-        python: the interpreter of the environment that has the library.
+    """An engine in a process: the ``Engine`` of ``module`` with these options, by another environment's ``python``.
 
     Raises:
         PeerError: if the engine cannot be loaded.
@@ -41,14 +34,10 @@ class Peer:
         self._module = module
         self._log: IO[str] = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [python, "-m", "benchmarks.peers.child", module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            encoding="utf-8",
+            [python, "-m", "benchmarks.peers.child", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self._log, text=True, encoding="utf-8",
             env=os.environ | {"PYTHONPATH": os.pathsep.join(_path(python))},
-        )
+        )  # fmt: skip
         try:
             self.said = str(self._ask(options)["said"])
         except BaseException:
@@ -58,16 +47,13 @@ class Peer:
     def __enter__(self) -> Peer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def contestant(self) -> Contestant:
         return Contestant(self.run, self.forget)
 
     def run(self, rows: Rows, max_new_tokens: int) -> Run:
-        """Continue a row greedily."""
         if len(rows) != 1:
             raise ValueError(f"peers are measured with one row at a time, not with {len(rows)}")
         try:
@@ -81,11 +67,10 @@ class Peer:
         self.call("forget")
 
     def call(self, method: str, **given: Any) -> dict[str, Any]:
-        """Call a method of the engine; returns what it returns, and its ``seconds``."""
+        """Call a method of the engine; return its result, and its ``seconds``."""
         return self._ask({"call": method, "given": given})
 
     def close(self) -> None:
-        """End the process by closing its input."""
         if self._process.stdin is not None and not self._process.stdin.closed:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
@@ -120,15 +105,11 @@ class Peer:
 
 
 def _path(python: str) -> list[str]:
-    """Where a peer's process finds modules: as here, or in another environment only these benchmarks."""
+    """Return where a peer finds modules: as here, or in another environment only these benchmarks."""
     return [path for path in sys.path if path] if python == sys.executable else [str(ROOT)]
 
 
 def check_python(python: Path | None) -> None:
-    """Refuse an interpreter that is not there.
-
-    Raises:
-        ValueError: with its path.
-    """
+    """Raise ValueError for an interpreter that is not there."""
     if python is not None and not python.is_file():
         raise ValueError(f"--peer-python is {python}; it must be an environment's interpreter, such as env/bin/python")

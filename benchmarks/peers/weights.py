@@ -1,7 +1,6 @@
-"""Writes a transformers model's exact weights to a GGUF file, for engines that read no other format.
+"""Write a transformers model's exact weights to a GGUF file, for engines that read no other format.
 
-Tensors are the model's own, so that every engine computes with the same numbers. The metadata comes from the GGUF file
-that the model was made from, or from the model's configuration and tokenizer.
+The metadata comes from the GGUF file that the model was made from, or from its configuration and tokenizer.
 """
 
 from __future__ import annotations
@@ -15,23 +14,16 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-ARCHITECTURES = ("llama", "mistral")
-"""Model types that are ``llama`` for llama.cpp."""
+ARCHITECTURES = ("llama", "mistral")  # model types that are llama for llama.cpp
 PRECISIONS = {torch.float32: ("F32", 0), torch.bfloat16: ("BF16", 32), torch.float16: ("F16", 1)}
 """GGUF's name of each torch type, and the file type number for files that mostly hold it."""
-RANDOM_SIZE = 0.02
-"""Standard deviation of random weights: that of transformers' models."""
-_COMPUTED = ("tokenizer.", "llama.", "general.name")
-"""Prefixes of the keys that are taken from a source file."""
+RANDOM_SIZE = 0.02  # standard deviation of random weights: that of transformers' models
+_COMPUTED = ("tokenizer.", "llama.", "general.name")  # prefixes of the keys that are taken from a source file
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 
 
 def check(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Path | None) -> None:
-    """Refuse a model that cannot be written.
-
-    Raises:
-        ValueError: with the reason.
-    """
+    """Raise ValueError for a model that cannot be written."""
     kind = model.config.model_type
     if kind not in ARCHITECTURES:
         raise ValueError(f"a GGUF file can be written of {' and '.join(ARCHITECTURES)} models, and this is {kind}")
@@ -43,28 +35,23 @@ def check(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Pa
 
 
 def write(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    file: Path,
-    source: Path | None = None,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, file: Path, source: Path | None = None,
     dtype: torch.dtype | None = None,
-) -> None:
-    """Write the model with its exact weights.
+) -> None:  # fmt: skip
+    """Write the model with its exact weights, or rounded to ``dtype``; raise ValueError if ``source`` is of another
+    model.
 
     Args:
         model: one that ``check`` accepts. Weights on the device ``meta`` are written as seeded random numbers.
-        tokenizer: the model's.
-        file: path of the new file.
         source: the GGUF file that the model came from, if there is one.
-        dtype: float32, bfloat16 or float16 to round to; the model's own by default.
-
-    Raises:
-        ValueError: if ``source`` is of another model.
     """
     import gguf
 
     said = _from_source(source) if source is not None else _from_model(model, tokenizer)
-    _check_same(model, said)
+    for key, ours in (("block_count", model.config.num_hidden_layers), ("embedding_length", model.config.hidden_size)):
+        theirs = said.get(f"llama.{key}", (None,))[0]
+        if theirs != ours:
+            raise ValueError(f"--gguf is of another model: its llama.{key} is {theirs}, the model's is {ours}")
     writer = gguf.GGUFWriter(file, "llama")
     for key, (value, kind, part) in said.items():
         writer.add_key_value(key, value, kind, part)
@@ -80,18 +67,14 @@ def write(
         finish()
     torch.manual_seed(0)
     for tensor, kind in tensors.values():
-        writer.write_tensor_data(gguf.quants.quantize(_numbers(tensor).float().numpy(), kind))
+        if tensor.is_meta:
+            tensor = torch.ones(tensor.shape) if tensor.dim() == 1 else torch.randn(tensor.shape) * RANDOM_SIZE
+        writer.write_tensor_data(gguf.quants.quantize(tensor.contiguous().float().numpy(), kind))
     writer.close()
 
 
-def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.is_meta:
-        return tensor.contiguous()
-    return torch.ones(tensor.shape) if tensor.dim() == 1 else torch.randn(tensor.shape) * RANDOM_SIZE
-
-
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors with their GGUF names; queries and keys in llama.cpp's order of rotary pairs."""
+    """Yield tensors with their GGUF names; queries and keys in llama.cpp's order of rotary pairs."""
     import gguf
 
     config = model.config
@@ -110,22 +93,12 @@ def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Reorder each head's rows from two halves, as transformers rotates them, to pairs, as llama.cpp does."""
+    """Reorder each head's rows from transformers' two halves to llama.cpp's rotary pairs."""
     rows, columns = weight.shape
     return weight.view(heads, 2, rows // heads // 2, columns).transpose(1, 2).reshape(rows, columns)
 
 
-def _check_same(model: PreTrainedModel, said: Mapping[str, tuple[Any, Any, Any]]) -> None:
-    """Refuse metadata of another model."""
-    config = model.config
-    for key, ours in (("llama.block_count", config.num_hidden_layers), ("llama.embedding_length", config.hidden_size)):
-        theirs = said.get(key, (None,))[0]
-        if theirs != ours:
-            raise ValueError(f"--gguf is of another model: its {key} is {theirs}, the model's is {ours}")
-
-
 def _from_source(source: Path) -> dict[str, tuple[Any, Any, Any]]:
-    """A file's metadata: values and their GGUF types."""
     import gguf
 
     fields = gguf.GGUFReader(source).fields
@@ -138,23 +111,18 @@ def _from_source(source: Path) -> dict[str, tuple[Any, Any, Any]]:
 
 
 def _from_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, tuple[Any, Any, Any]]:
-    """The same from configuration and tokenizer. Peers get prompts as ids, so the splitting of words is left out."""
+    """Make metadata of the configuration and tokenizer, without the splitting of words: peers get ids."""
     from gguf import GGUFValueType as Kind
 
     config, vocabulary = model.config, _vocabulary(tokenizer)
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     numbers = {
-        "block_count": config.num_hidden_layers,
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "feed_forward_length": config.intermediate_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": head,
-        "attention.value_length": head,
-        "rope.dimension_count": head,
+        "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": head, "attention.value_length": head, "rope.dimension_count": head,
         "vocab_size": config.vocab_size,
-    }
+    }  # fmt: skip
     found: dict[str, tuple[Any, Any, Any]] = {f"llama.{key}": (n, Kind.UINT32, None) for key, n in numbers.items()}
     found["llama.rope.freq_base"] = (float(config.rope_parameters["rope_theta"]), Kind.FLOAT32, None)
     found["llama.attention.layer_norm_rms_epsilon"] = (float(config.rms_norm_eps), Kind.FLOAT32, None)
@@ -173,7 +141,7 @@ def _from_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> d
 
 
 def _words(vocabulary: Mapping[str, Any], size: int) -> tuple[list[str], list[int]]:
-    """The tokens in order of their ids, and each one's kind; unused ids get a placeholder."""
+    """Return the tokens by id, and each one's kind; unused ids get a placeholder."""
     by_id = {i: (word, _NORMAL) for word, i in vocabulary["model"]["vocab"].items()}
     for token in vocabulary.get("added_tokens", []):
         by_id[token["id"]] = (token["content"], _CONTROL if token["special"] else _USER_DEFINED)

@@ -1,8 +1,9 @@
-"""Options that several commands share, among them lists with commas between."""
+"""Options that several commands share, among them comma-separated lists; and files of JSON lines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import json
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
@@ -10,17 +11,18 @@ from typing import Annotated, Any, Generic, TypeVar
 from forerun.cli.options import Raw, flag_of, option
 
 T = TypeVar("T")
-BENCHMARKS = Path(__file__).parents[1]
-"""All benchmarks' sources, which a journal of one is about, too."""
+
+PeerPython = Annotated[
+    Path | None, option(panel="Compared with", help="The interpreter of the peers' environment; default: this one.")
+]
 
 
 def list_option(panel: str, help: str, *flags: str) -> Any:  # noqa: A002
-    """Return an option that is a comma-separated list."""
     return option(*flags, panel=panel, help=f"{help} Commas between.", metavar="LIST")
 
 
 class Listed(Generic[T]):
-    """The values of an option that is a comma-separated list; raises a ValueError for a wrong one."""
+    """The values of an option that is a comma-separated list; raises ValueError for a wrong one."""
 
     def __init__(self, name: str, parse: Callable[[str, str], list[T]]) -> None:
         self.name, self._parse = name, parse
@@ -42,7 +44,7 @@ def names_of(name: str, known: Collection[str] = ()) -> Listed[str]:
 
 @dataclass(frozen=True)
 class ListOptions:
-    """Options of which some are lists, which are checked at once."""
+    """Options whose lists are checked at once."""
 
     def __post_init__(self) -> None:
         for owner in type(self).__mro__:
@@ -62,7 +64,7 @@ class SourceOptions:
 
 
 def numbers(flag: str, text: str, kind: Callable[[str], T], least: float) -> list[T]:
-    """Return the numbers of a comma-separated list; raise a ValueError for another value, or one below ``least``."""
+    """Return the numbers of a comma-separated list; raise ValueError for another value, or one below ``least``."""
     try:
         found: list[Any] = [kind(part) for part in text.split(",")]
     except ValueError:
@@ -73,8 +75,22 @@ def numbers(flag: str, text: str, kind: Callable[[str], T], least: float) -> lis
 
 
 def names(flag: str, text: str, known: Collection[str] = ()) -> list[str]:
-    """Return the names of a comma-separated list; raise a ValueError for one that is not ``known``, if any are."""
+    """Return the names of a comma-separated list; raise ValueError for one that is not ``known``, if any are."""
     found = [part.strip() for part in text.split(",")]
     if unknown := [part for part in found if known and part not in known]:
         raise ValueError(f"{flag} has {', '.join(map(repr, unknown))}; known are {', '.join(known)}")
     return found
+
+
+def json_lines(file: Path, option: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the place and the value of each line that is not blank; ``option`` named the file. Raise ValueError if
+    there is none, or with the first line that is not JSON."""
+    if not file.is_file():
+        raise ValueError(f"{option or 'a file'} is {file}; there is no such file")
+    for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
+        if line.strip():
+            place = f"{option} {file}, line {number}".lstrip()
+            try:
+                yield place, json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{place} is no JSON: {error}") from None

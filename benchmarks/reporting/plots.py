@@ -18,25 +18,15 @@ DASHES = ("-", ":", "-.")
 
 
 def check() -> None:
-    """Refuse to measure what could not be drawn.
-
-    Raises:
-        ValueError: where matplotlib is not installed.
-    """
+    """Raise ValueError without matplotlib: what cannot be drawn is not measured."""
     if find_spec("matplotlib") is None:
         raise ValueError(f"plots need matplotlib; install it by: {install_command('bench')}")
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Title and axes; every y axis starts at 0.
-
-    Attributes:
-        log: logarithmic x axis, base 2.
-        reference: height of a horizontal line, or None.
-        share: the y axis ends at 1.
-        note: what was measured where and when, in small print.
-    """
+    """Title and axes. The y axis starts at 0, and ends at 1 with ``share``; the x axis is logarithmic, base 2, with
+    ``log``. ``reference`` is the height of a horizontal line, ``note`` is in small print."""
 
     title: str
     x: str
@@ -64,7 +54,7 @@ def lines(path: Path, frame: Frame, found: Sequence[Line]) -> None:
     with _figure(path, frame) as axis:
         for i, line in enumerate(found):
             few = len(line.xs) <= 20
-            style: dict[str, Any] = {"color": _colour(i), "alpha": 0.85, "label": line.name}
+            style: dict[str, Any] = {"color": COLOURS[i % len(COLOURS)], "alpha": 0.85, "label": line.name}
             style["ls"] = "--" if line.dashed else DASHES[i // len(COLOURS) % len(DASHES)]
             if few:
                 style |= {"marker": MARKERS[i % len(MARKERS)], "ms": 5}
@@ -81,7 +71,8 @@ def lines(path: Path, frame: Frame, found: Sequence[Line]) -> None:
             axis.minorticks_off()
         elif len(xs := {x for line in found for x in line.xs}) <= 10:
             axis.set_xticks(sorted(xs))
-        _legend(axis, len(found))
+        if found:
+            legend(axis)
 
 
 def bars(path: Path, frame: Frame, groups: Sequence[str], found: Sequence[Line]) -> None:
@@ -94,22 +85,23 @@ def bars(path: Path, frame: Frame, groups: Sequence[str], found: Sequence[Line])
             axis.bar(at, line.ys, width * 0.92, yerr=spread, label=line.name, error_kw={"lw": 0.8, "capsize": 2},
                      **styles[line.name])  # fmt: skip
         axis.set_xticks(range(len(groups)), groups)
-        _legend(axis, len(found))
+        legend(axis)
 
 
 def points(path: Path, frame: Frame, found: Mapping[str, tuple[float, float]], filled: Sequence[str]) -> None:
     """Draw points in different colours with a legend beside the plot; those not ``filled`` are crosses."""
     with _figure(path, frame) as axis:
         for i, (name, (x, y)) in enumerate(found.items()):
-            marker = "o" if name in filled else "X"
-            axis.scatter([x], [y], s=90, marker=marker, color=_colour(i), label=name, zorder=3)
+            marker, colour = "o" if name in filled else "X", COLOURS[i % len(COLOURS)]
+            axis.scatter([x], [y], s=90, marker=marker, color=colour, label=name, zorder=3)
         axis.set_xlim(left=0)
-        _legend(axis, len(found))
+        if found:
+            legend(axis)
 
 
 def by(rows: Sequence[Row], name: str, x: str, y: str, spread: tuple[str, str] | None = None) -> list[Line]:
-    """Return a line for each value of the column ``name``, over the rows that have a value in ``y``; ``spread`` names
-    the columns of the smallest and the largest value, in the unit of ``y``."""
+    """Return a line for each value of the column ``name``, over rows with a value in ``y``; ``spread`` names the
+    columns of its smallest and largest value."""
     found = []
     for value in dict.fromkeys(row[name] for row in rows):
         mine = sorted((row for row in rows if row[name] == value and row.get(y) is not None), key=lambda row: row[x])
@@ -122,8 +114,8 @@ def by(rows: Sequence[Row], name: str, x: str, y: str, spread: tuple[str, str] |
 def grouped(
     rows: Sequence[Row], group: Callable[[Row], str], value: str, by: str = "contestant"
 ) -> tuple[list[str], list[Line]]:
-    """Groups of bars and a line for each value of the column ``by``, with the slowest and fastest round as spread. What
-    is in no row has no height."""
+    """Return groups of bars, and a line for each value of the column ``by``; the slowest and fastest round are its
+    spread. What is in no row has no height."""
     groups, lines = list(dict.fromkeys(map(group, rows))), []
     for name in dict.fromkeys(row[by] for row in rows):
         mine = {group(row): row for row in rows if row[by] == name}
@@ -133,16 +125,12 @@ def grouped(
 
 
 def _spread(line: Line) -> tuple[list[float], list[float]]:
-    """Return the distances of a line's smallest and largest values from its points."""
-    return _distance(line.ys, line.low), _distance(line.high, line.ys)
-
-
-def _distance(high: Sequence[float], low: Sequence[float]) -> list[float]:
-    return [max(0.0, a - b) for a, b in zip(high, low, strict=True)]
+    below, above = zip(line.ys, line.low, strict=True), zip(line.high, line.ys, strict=True)
+    return [max(0.0, y - low) for y, low in below], [max(0.0, high - y) for high, y in above]
 
 
 def _apart(ticks: Sequence[float]) -> list[float]:
-    """Return the ticks that are far enough from the one before, so that labels do not overlap."""
+    """Return the ticks far enough from the one before that labels do not overlap."""
     kept: list[float] = []
     for tick in ticks:
         if not kept or tick >= kept[-1] * 1.6:
@@ -150,13 +138,8 @@ def _apart(ticks: Sequence[float]) -> list[float]:
     return kept
 
 
-def _colour(index: int) -> str:
-    return COLOURS[index % len(COLOURS)]
-
-
-def _legend(axis: Any, count: int) -> None:
-    if count:
-        axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+def legend(axis: Any) -> None:
+    axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
 
 
 @contextmanager

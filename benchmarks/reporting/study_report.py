@@ -1,4 +1,4 @@
-"""Reports of several tables and plots: rows as Markdown, files after each part, and what is printed."""
+"""Reports of several tables and plots: written after each part, printed at the end."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.reporting import plots
 from benchmarks.reporting.plots import Frame, Line
-from forerun.bench.machine import Row, caption, footer, machine
+from forerun.bench.machine import Row, caption, footer, machine, plain_values
 from forerun.bench.report import replace_file, shown
 from forerun.cli.terminal import show_report, stdout
 
@@ -29,23 +30,29 @@ def speed_cell(row: Row) -> str:
 
 @dataclass
 class Report:
-    """A command's results, collected part by part, and written at the end or after each part.
+    """A command's results, part by part. They go into ``name.json``, ``name.md`` and ``name-PLOT.png`` in ``folder``.
 
-    Attributes:
-        title: of the Markdown file.
-        settings: of the measurement.
-        parts: rows by part; adding a part again replaces it.
-        text: each part's Markdown.
+    ``as_json`` prints one JSON object at the end instead of tables.
     """
 
     title: str
     settings: Row
+    folder: Path = Path()
+    name: str = ""
+    as_json: bool = False
     parts: dict[str, list[Row]] = field(default_factory=dict)
     text: dict[str, str] = field(default_factory=dict)
     plots: dict[str, Callable[[Path], None]] = field(default_factory=dict)
+    _printed: set[str] = field(default_factory=set)
+    _written: dict[Path, None] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, title: str, options: Any, name: str, **more: Any) -> Report:
+        """Return a command's report; ``more`` are settings beyond the options, or in place of them."""
+        return cls(title, plain_values(options) | more, options.out, name, getattr(options, "json", False))
 
     def add(self, name: str, heading: str, rows: Sequence[Row], *tables: str) -> None:
-        """Add a part: its rows go into the JSON, its tables into the Markdown."""
+        """Add or replace a part: its rows go into the JSON, its tables into the Markdown."""
         self.parts[name] = list(rows)
         self.text[name] = "\n".join([f"## {heading}\n", *tables])
 
@@ -59,78 +66,42 @@ class Report:
         self.plot(name, lambda path: plots.bars(path, self.framed(frame), groups, found))
 
     def framed(self, frame: Frame) -> Frame:
-        """Return the frame with the model and machine as its note."""
         return replace(frame, note=self.note)
 
     @property
     def note(self) -> str:
-        """What was measured where and when, for plots."""
         return caption(self.settings)
 
     @property
-    def heading(self) -> str:
-        """The first line of the Markdown."""
-        return f"# {self.title}\n"
-
-    @property
-    def footer(self) -> str:
-        return footer(self.settings)
-
-    @property
     def markdown(self) -> str:
-        return "\n".join([self.heading, *self.text.values(), self.footer])
+        return "\n".join([f"# {self.title}\n", *self.text.values(), footer(self.settings)])
 
     @property
     def json(self) -> Row:
         return {"machine": machine(), "settings": self.settings, "parts": self.parts}
 
-    def write(self, folder: Path, name: str) -> list[Path]:
-        """Write ``name.json``, ``name.md`` and a ``.png`` for each new plot into ``folder``."""
-        folder.mkdir(parents=True, exist_ok=True)
-        paths = [folder / f"{name}.json", folder / f"{name}.md"]
+    def save(self) -> None:
+        """Write the report so far, so that an interrupted command keeps it; draw each new plot."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        paths = [self.folder / f"{self.name}.json", self.folder / f"{self.name}.md"]
         for path, text in zip(paths, (json.dumps(self.json, indent=1) + "\n", self.markdown), strict=True):
             replace_file(path, text)
         for plot, draw in self.plots.items():
-            paths.append(folder / f"{name}-{plot}.png")
+            paths.append(self.folder / f"{self.name}-{plot}.png")
             draw(paths[-1])
         self.plots.clear()
-        return paths
-
-
-class Delivery:
-    """Writes files of a report as it grows, so that an interrupted run keeps what it has measured.
-
-    ``as_json`` prints one JSON object at the end instead of tables.
-    """
-
-    def __init__(self, report: Report, folder: Path, name: str, as_json: bool) -> None:
-        self.report = report
-        self._folder = folder
-        self._name = name
-        self._as_json = as_json
-        self._printed: set[str] = set()
-        self._written: dict[Path, None] = {}
-
-    def save(self) -> None:
-        """Write the report so far; its current part may be incomplete."""
-        self._written |= dict.fromkeys(self.report.write(self._folder, self._name))
+        self._written |= dict.fromkeys(paths)
 
     def part(self) -> None:
         """Write the report so far, and print its new parts."""
         self.save()
-        new = [part for part in self.report.text if part not in self._printed]
-        if not self._as_json and new:
-            head = [] if self._printed else [self.report.heading]
-            text = "\n".join([*head, *(self.report.text[part] for part in new)])
-            stdout().print(text, soft_wrap=True, markup=False)
-        self._printed.update(new)
+        new = [text for part, text in self.text.items() if part not in self._printed]
+        if not self.as_json and new:
+            head = [] if self._printed else [f"# {self.title}\n"]
+            stdout().print("\n".join([*head, *new]), soft_wrap=True, markup=False)
+        self._printed.update(self.text)
 
     def end(self) -> None:
-        """Print the remaining parts, and the machine and settings."""
+        """Write the report; print the remaining parts, the machine and the settings."""
         self.part()
-        show_report(self.report.json if self._as_json else self.report.footer, self._written)
-
-
-def deliver(report: Report, folder: Path, name: str, as_json: bool) -> None:
-    """Write ``name.json``, ``name.md`` and the plots into ``folder``, and print the JSON or the Markdown."""
-    Delivery(report, folder, name, as_json).end()
+        show_report(self.json if self.as_json else footer(self.settings), self._written)

@@ -1,13 +1,11 @@
-"""Put the last measured tables into the pages that show them.
+"""``python -m benchmarks update-pages``: put the last measured tables into the pages that show them.
 
-    python -m benchmarks update-pages [--tables bench,long,scaling,never-slower,activations,peers]
-
-`bench`, of `python -m benchmarks tasks --out runs/bench-TYPE`, goes into README.md and docs/results/tasks.md; `long`,
-of `python -m benchmarks papers triforce`, into docs/benchmarks.md; `never-slower`, of `forerun bench never-slower --out
-runs/never-slower-NAME`, into docs/results/never-slower.md, and its short form and plot into docs/benchmarks.md;
-`scaling`, of `python -m benchmarks capacity --predict`, into docs/scaling.md, with its plot, and
-docs/results/what-fits.md; `activations`, of `python -m benchmarks activations`, is docs/results/activations.md, and
-`peers`, of `python -m benchmarks peers --out runs/peers-NAME`, is docs/results/other-engines.md.
+- ``bench``, of ``tasks --out runs/bench-TYPE``: README.md and docs/results/tasks.md
+- ``long``, of ``papers triforce``: docs/benchmarks.md
+- ``never-slower``, of ``forerun bench never-slower --out runs/never-slower-NAME``: docs/results/never-slower.md; its
+  short form and plot: docs/benchmarks.md
+- ``scaling``, of ``capacity --predict``: docs/scaling.md with its plot, and docs/results/what-fits.md
+- ``activations`` and ``peers --out runs/peers-NAME``: docs/results/activations.md and other-engines.md
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ SCALING = ROOT / "docs" / "scaling.md"
 WHAT_FITS = ROOT / "docs" / "results" / "what-fits.md"
 LONG = ROOT / "runs" / "triforce" / "triforce.json"
 RAISED = "¹²³⁴"
-"""Marks a cell of so many draws. By default there are more."""
+"""Marks a cell of so many runs. By default there are more."""
 REPORTS = {dtype: ROOT / "runs" / f"bench-{dtype}" / "speed.json" for dtype in ("float32", "bfloat16")}
 LINE = re.compile(r"^\| ([^,|]+)[^|]*: ([\d,]+) x \d+ \|(.*)\|$", re.MULTILINE)
 MEASURED = re.compile(r"^Measured [^;]*", re.MULTILINE)
@@ -65,7 +63,7 @@ round. `python -m benchmarks update-pages --tables bench` writes this page.
 
 
 def speed_table(reports: dict[str, Path]) -> str:
-    """Return tokens per second and the ratio to transformers by task, for each measured type of weights."""
+    """Return tokens per second and the ratio to transformers by task, for each type of weights."""
     rows: list[Row] = []
     for dtype, report in reports.items():
         found = json.loads(report.read_text(encoding="utf-8"))["rows"]
@@ -75,7 +73,7 @@ def speed_table(reports: dict[str, Path]) -> str:
 
 def _speed(row: Row) -> str:
     if row["speed_up"] is None:
-        raise ValueError(f"{row['contestant']}: the machine was busy while {row['task']} was measured; measure it anew")
+        raise ValueError(f"{row['contestant']}: the machine was busy while {row['task']} was measured")
     ratio = "" if row["contestant"] == BASELINE else f" ({row['speed_up']:.1f}x)"
     return f"{row['tokens_per_second']:.0f}{ratio}"
 
@@ -94,26 +92,20 @@ def _cell(row: Row) -> str:
 
 
 def slowness_table(reports: Sequence[Path]) -> str:
-    """A drafter over plain decoding by model, context and batch, and by text and temperature: the median, and the worst
-    draw in brackets. What breaks the promise is bold; a † marks less of the best other drafter's than promised, and a
-    raised number fewer draws than usual.
+    """Return a drafter's speed over plain decoding by model, context and batch, and by text and temperature.
+
+    A cell is the median, and the worst run in brackets. What misses a goal is bold, a † marks less of the best other
+    drafter's speed than the goal, and a raised number fewer runs than usual.
     """
     rows: list[Row] = []
     for report in reports:
         found = json.loads(report.read_text(encoding="utf-8"))
-        rows += [row | {"": _measured(found["settings"], row), "at": _text(row)} for row in found["rows"]]
+        dtype = "" if found["settings"]["dtype"] == "auto" else f", {found['settings']['dtype']}"
+        model = f"{Path(found['settings']['model']).name}{dtype}"
+        for row in found["rows"]:
+            at = f"{row['kind']}, T {row['temperature']:g}" if row["temperature"] else str(row["kind"])
+            rows.append(row | {"": f"{model}: {row['context']:,} x {row['batch']}", "at": at})
     return pivot(rows, "", "at", _slowness)
-
-
-def _measured(settings: Row, row: Row) -> str:
-    """Return the model with its type, the context and the batch of a cell."""
-    dtype = "" if settings["dtype"] == "auto" else f", {settings['dtype']}"
-    return f"{Path(settings['model']).name}{dtype}: {row['context']:,} x {row['batch']}"
-
-
-def _text(row: Row) -> str:
-    """Return the kind of text and the temperature of a cell."""
-    return f"{row['kind']}, T {row['temperature']:g}" if row["temperature"] else str(row["kind"])
 
 
 def _slowness(row: Row) -> str:
@@ -147,9 +139,8 @@ def short_slowness(page: str) -> str:
     for (model, context), values in slowness_cells(page).items():
         middles = sorted(middle for middle, _ in values)
         slow = sum(middle < LEAST_MEDIAN for middle in middles)
-        shown = (
-            f"{middles[0]:.2f} | {median(middles):.2f} | {middles[-1]:.2f} | {slow} | {min(w for _, w in values):.2f}"
-        )
+        low, middle, high, worst = middles[0], median(middles), middles[-1], min(worst for _, worst in values)
+        shown = f"{low:.2f} | {middle:.2f} | {high:.2f} | {slow} | {worst:.2f}"
         lines.append(f"| {model}, {context} tokens | {len(values)} | {shown} |\n")
     return "".join(lines)
 
@@ -175,11 +166,10 @@ def draw_slowness(page: str, path: Path) -> None:
 
 
 def tasks_page(reports: Mapping[str, Path]) -> str:
-    """Return the page of the reports, by type of weights: when each was measured, its tables, machine and settings."""
+    """Return the page: each type's date, tables, machine and settings."""
     days = sorted({datetime.fromtimestamp(report.stat().st_mtime).strftime("%-d %B %Y") for report in reports.values()})
-    tables = [
-        f"## {dtype}\n\n{report.with_suffix('.md').read_text(encoding='utf-8')}" for dtype, report in reports.items()
-    ]
+    texts = {dtype: report.with_suffix(".md").read_text(encoding="utf-8") for dtype, report in reports.items()}
+    tables = [f"## {dtype}\n\n{text}" for dtype, text in texts.items()]
     return "\n".join([TASKS_HEAD.format(dates=" and ".join(days)), *tables])
 
 
@@ -194,7 +184,7 @@ def draw_tasks(reports: Mapping[str, Path], path: Path) -> None:
         for axis, (dtype, report) in zip(axes[:, 0], found.items(), strict=True):
             _panel(axis, report["rows"])
             axis.set_ylabel(f"tokens/s, {dtype}")
-        axes[0, 0].legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+        plots.legend(axes[0, 0])
 
 
 def _panel(axis: Any, rows: list[Row]) -> None:

@@ -1,12 +1,9 @@
 """``python -m benchmarks server agents``: how soon an agent's turns start, after a long system prompt with tools.
 
-Each turn adds an answer and a tool's result. Every server gets the conversation as token ids, so that no template or
-tokenizer makes a difference; the answers in it are the server's own. Each contestant has the conversation twice: cold,
-and as another session that finds the first one's prompts and answers. Servers run one at a time.
-
-With ``--trace``, answers in the conversation are recorded tool calls, so that all drafters answer the same prompts.
-Sessions repeat each other's calls with small differences, as an agent does that works on one project: that is what
-drafts gain from, first cold and then warm. Exit status 1 if two drafters answer differently.
+Each turn adds an answer and a tool's result. Servers get the conversation as token ids, one server at a time, cold and
+then as a second session that finds the first one's prompts and answers. With ``--trace``, answers in the conversation
+are recorded tool calls, so that all drafters get the same prompts, and sessions repeat each other's calls with small
+differences. Exit status 1 if two drafters then answer differently.
 """
 
 from __future__ import annotations
@@ -22,11 +19,11 @@ import typer
 from transformers import AutoConfig, AutoTokenizer
 
 from benchmarks.reporting.common_options import ListOptions, list_option, names_of
-from benchmarks.reporting.study_report import Delivery, Report, listing
+from benchmarks.reporting.study_report import Report, listing
 from benchmarks.server import client, servers
 from benchmarks.server.client import Level, LoadRequest, ServerEndpoint, parsed
-from benchmarks.server.servers import ServedModel, ServerContestant, ServerError
-from forerun.bench.machine import Row, plain_values
+from benchmarks.server.servers import ServedModel, ServerError
+from forerun.bench.machine import Row
 from forerun.bench.report import figure
 from forerun.cli.options import DebugOptions, Out
 from forerun.cli.terminal import say
@@ -35,8 +32,7 @@ SHOWN_TURNS = (1, 2, 10)
 RULE = "Rule {0}: before you change file {1}, read it, run test {2}, and say in one line what you found.\n"
 LINE = "{0:4d}  def part_{1}(value, limit={2}): return check(value, limit) or part_{3}(value)\n"
 SESSIONS = ("cold", "warm")
-CHANGED = 0.2
-"""Chance that an argument or a result's line differs between two sessions of a trace."""
+CHANGED = 0.2  # chance that an argument or a result's line differs between two sessions of a trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,20 +114,24 @@ def _tool(number: int) -> Row:
 def run(options: AgentOptions) -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     limit = AutoConfig.from_pretrained(options.model).max_position_embeddings
-    delivery = Delivery(Report("An agent's turns", plain_values(options)), options.out, "agents", as_json=False)
+    report = Report.of("An agent's turns", options, "agents")
+    subject = ServedModel(str(options.model), options.model, "float32", "cpu")
+    contestants = [servers.forerun(subject, name or None) for name in options.names]
+    if options.gguf is not None:
+        contestants.append(servers.llama(subject, options.gguf, 1, limit, options.threads, lambda text: []))
     sessions = SESSIONS if not options.trace else [f"session {number + 1}" for number in range(options.trace)]
     rows: list[Row] = []
-    for contestant in _contestants(options, limit):
+    for contestant in contestants:
         with servers.started(contestant, False, options.out) as endpoint:
             for number, session in enumerate(sessions):
                 conversation = AgentConversation(tokenizer, options, number if options.trace else 0)
                 for row in _session(endpoint, conversation):
                     rows.append({"contestant": contestant.name, "session": session, **row})
                     say(f"{contestant.name}, {session}, turn {row['turn']}: first token after {row['first']:.2f} s")
-        delivery.report.add("turns", "How soon an agent's turns start", rows, table(rows))
-        delivery.report.plot("turns", lambda path: _plot(rows, path, delivery.report.note))
-        delivery.save()
-    delivery.end()
+        report.add("turns", "How soon an agent's turns start", rows, table(rows))
+        report.plot("turns", lambda path: _plot(rows, path, report.note))
+        report.save()
+    report.end()
     if different := differences(rows) if options.trace else 0:
         say(f"{different} answers differ between drafters")
         raise typer.Exit(1)
@@ -145,14 +145,6 @@ def differences(rows: Sequence[Row]) -> int:
     return sum(len(each) > 1 for each in answers.values())
 
 
-def _contestants(options: AgentOptions, positions: int) -> Iterator[ServerContestant]:
-    subject = ServedModel(str(options.model), options.model, "float32", "cpu")
-    for name in options.names:
-        yield servers.forerun(subject, name or None)
-    if options.gguf is not None:
-        yield servers.llama(subject, options.gguf, 1, positions, options.threads, lambda text: [])
-
-
 def _session(endpoint: ServerEndpoint, conversation: AgentConversation) -> Iterator[Row]:
     """Yield a row for each turn: seconds to the first text, and from there to the end."""
     for turn in range(1, conversation.options.turns + 1):
@@ -163,29 +155,21 @@ def _session(endpoint: ServerEndpoint, conversation: AgentConversation) -> Itera
             raise ServerError(f"turn {turn}: {answer.error}")
         steps = answer.usage.get("forerun", {}).get("steps")
         yield {
-            "turn": turn,
-            "prompt": len(prompt),
-            "text": answer.text,
-            "first": answer.first,
-            "decoding": answer.seconds - answer.first,
-            "tokens": answer.tokens,
+            "turn": turn, "prompt": len(prompt), "text": answer.text, "first": answer.first,
+            "decoding": answer.seconds - answer.first, "tokens": answer.tokens,
             "tokens_per_step": answer.tokens / steps if steps else None,
             "cached": (answer.usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
-        }
+        }  # fmt: skip
         conversation.go_on(answer.text)
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return a line for each contestant and session."""
     last = max(row["turn"] for row in rows)
     turns = [turn for turn in SHOWN_TURNS if turn <= last]
     columns = {"contestant": "server", "session": "session", **{f"{n}": f"first token, turn {n}" for n in turns}}
     columns |= {
-        "later": f"turns 2 to {last} / turn 1",
-        "steps": "tokens per step",
-        "speed": "tokens/s",
-        "ratio": "/ none",
-    }
+        "later": f"turns 2 to {last} / turn 1", "steps": "tokens per step", "speed": "tokens/s", "ratio": "/ none",
+    }  # fmt: skip
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["contestant"], row["session"]), []).append(row)
@@ -206,7 +190,6 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _speed(rows: Sequence[Row]) -> float:
-    """Return the tokens per second after the first."""
     return float(sum(row["tokens"] for row in rows) / max(1e-9, sum(row["decoding"] for row in rows)))
 
 

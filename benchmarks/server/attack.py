@@ -1,11 +1,10 @@
 """``python -m benchmarks server attack``: two tenants of one server, of whom one attacks; what the other one notices.
 
-The other tenant reads one stream after the other: alone, beside a process that only computes, and beside the attacks,
-which come from a separate process: floods of outputs (n = 15 and 128), long outputs that a schema spells out,
-characters that never end, schemas that are hard to compile, many log-probabilities, a namespace for each request, and
-bodies of the largest size: one long text, or hundreds of thousands of ids, fields, messages or tools. The slowest
-hundredth of the times between chunks is split by the times of the server's steps (``watched_server.py``), and the gaps
-are listed by the kinds of bodies that were open meanwhile: with ``--attackers 1``, by one body alone.
+The other tenant reads one stream after the other: alone, beside a process that only computes, and beside the attacks of
+a separate process: floods of outputs, long forced outputs, endless characters, schemas that are hard to compile, many
+log-probabilities, a namespace for each request, and bodies of the largest size. The slowest hundredth of the gaps
+between chunks is split by the times of the server's steps, and gaps are listed by the kinds of bodies that were open
+meanwhile: with ``--attackers 1``, by one body alone.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ import httpx
 import typer
 
 from benchmarks.reporting.common_options import ListOptions, list_option, names_of
-from benchmarks.reporting.study_report import Report, deliver, listing
+from benchmarks.reporting.study_report import Report, listing
 from benchmarks.server.client import LoadRequest, Reply, ServerEndpoint, answer, connected, events
 from benchmarks.server.load_figures import percentile
 from benchmarks.server.watched_server import PARTS, WatchedServer, slowest, watched
 from forerun.bench.disturbance import LoadMeter
-from forerun.bench.machine import Row, plain_values
+from forerun.bench.machine import Row
 from forerun.cli.commands import FAILED
 from forerun.cli.options import Out, OutputOptions, option
 from forerun.cli.terminal import say
@@ -43,15 +42,11 @@ from forerun.cli.terminal import say
 Json = dict[str, Any]
 QUIET_KEY, ATTACKING_KEY = "key-of-the-quiet", "key-of-the-attacker"
 OPTIONS = ("--api-key", QUIET_KEY, "--api-key", ATTACKING_KEY, "--kv-memory", "1GiB")
-MAX_RATIO = 2.0
-"""The goal: p99 between chunks beside the attacks, over that alone."""
+MAX_RATIO = 2.0  # the goal: p99 between chunks beside the attacks, over that alone
 STREAM_TOKENS = 96
-TEXT = Path(json.__file__).read_text()
-"""Prompts are cut from a module of Python's library."""
-STARTING_SECONDS = 120
-"""Time for the attacking process to import and to make its bodies, on a busy computer."""
-NICE = 19
-"""Lowest priority: a real attacker does not use this computer's processors."""
+TEXT = Path(json.__file__).read_text()  # prompts are cut from a module of Python's library
+STARTING_SECONDS = 120  # time for the attacking process to import and to make its bodies, on a busy computer
+NICE = 19  # lowest priority: a real attacker does not use this computer's processors
 COMPUTING = f"""
 import os
 os.nice({NICE})
@@ -66,8 +61,7 @@ COLUMNS = {
     "seconds": "of the slowest 1 %: mean", **{part: part for part in PARTS}, "waits": "waits",
     "preemptions": "preemptions", "server": "processors of the server", "all": "of all", "statuses": "answers",
 }  # fmt: skip
-Sent = tuple[str, float, float]
-"""A request's kind, and when it was sent and answered."""
+Sent = tuple[str, float, float]  # a request's kind, and when it was sent and answered
 IN_SECONDS = ("p50_between_chunks", "p99_between_chunks", "longest_gap", "p50_first", "p99_first", "seconds", *PARTS)
 
 
@@ -83,7 +77,7 @@ def _slow(patterns: int) -> Json:
 
 
 def _repeated(field: str, entry: str, size: int = (8 << 20) - 300) -> bytes:
-    """Return a body of the largest size, whose field has one entry again and again."""
+    """Return a body of the largest size that repeats one entry of a field."""
     return f'{{"model":"bundled","max_tokens":4,"{field}":[{",".join([entry] * (size // (len(entry) + 1)))}]}}'.encode()
 
 
@@ -140,7 +134,7 @@ ATTACKS: dict[str, Callable[[random.Random], Json]] = {
 class AttackOptions(ListOptions, OutputOptions):
     """Two tenants, of whom one attacks: is the other one served as before?
 
-    Exit status 1 if the other tenant was refused once, or if its p99 between chunks more than doubled. Writes JSON and
+    Exit status 1 if the other tenant was refused once, or its p99 between chunks more than doubled. Writes JSON and
     Markdown.
     """
 
@@ -168,8 +162,8 @@ def run(options: AttackOptions) -> None:
         rows.append(_phase(server, options.seconds, "beside"))
         attacked, sent = counts.get(timeout=options.seconds + 120)
         attacker.join()
-    faults = fill(report := Report("Two tenants, of whom one attacks", plain_values(options)), rows, attacked, sent)
-    deliver(report, options.out, "attack", options.json)
+    faults = fill(report := Report.of("Two tenants, of whom one attacks", options, "attack"), rows, attacked, sent)
+    report.end()
     if faults:
         say("\n".join(faults))
         raise typer.Exit(FAILED)
@@ -178,8 +172,7 @@ def run(options: AttackOptions) -> None:
 def fill(
     report: Report, rows: Sequence[Row], attacked: Mapping[str, Mapping[str, int]], sent: Sequence[Sent]
 ) -> list[str]:
-    """Add the phases (alone, floor, beside), the answers to each attack and the gaps beside it; return what is
-    wrong."""
+    """Add the phases (alone, floor, beside), the answers to each attack and the gaps beside it; return the faults."""
     *_, streams = [row.pop("times") for row in rows]
     before, *others = (row["p99_between_chunks"] for row in rows)
     floor, ratio = (None if not before or after is None else after / before for after in others)
@@ -207,7 +200,7 @@ def fill(
 
 
 def _phase(server: WatchedServer, seconds: float, name: str) -> Row:
-    """Read streams, and record the server's steps and the processors in use meanwhile."""
+    """Read streams; record the server's steps and the processors in use meanwhile."""
     server.steps()
     used, meter, began = server.processor_seconds(), LoadMeter(), time.perf_counter()
     streams = asyncio.run(_read(server.url, seconds, name))
@@ -218,7 +211,7 @@ def _phase(server: WatchedServer, seconds: float, name: str) -> Row:
 
 
 def gaps_beside(streams: Sequence[Sequence[float]], sent: Sequence[Sent]) -> dict[str, Row]:
-    """Return the gaps in streams by the kinds of requests that were open meanwhile, in milliseconds."""
+    """Return the gaps in streams by the kinds of requests open meanwhile, in milliseconds."""
     gaps, found = [pair for each in streams for pair in pairwise(each)], dict[str, Row]()
     for kind in dict.fromkeys(name for name, _, _ in sent):
         times = [(began, ended) for name, began, ended in sent if name == kind]
@@ -230,7 +223,7 @@ def gaps_beside(streams: Sequence[Sequence[float]], sent: Sequence[Sent]) -> dic
 
 
 def figures(streams: Sequence[Reply], steps: Sequence[Any]) -> Row:
-    """Return the times of streams, in seconds, and where those of the slowest chunks went."""
+    """Return the times of streams, in seconds, and the parts of the slowest gaps."""
     statuses, chunks, first = Counter[str](), list[list[float]](), list[float]()
     for reply in streams:
         found = list(events(reply.reads))
@@ -241,17 +234,11 @@ def figures(streams: Sequence[Reply], steps: Sequence[Any]) -> Row:
             first.append(times[0] - reply.sent)
     gaps = [after - before for times in chunks for before, after in pairwise(times)]
     return {
-        "streams": len(first),
-        "statuses": dict(statuses),
-        "p50_between_chunks": percentile(gaps, 50),
-        "p99_between_chunks": percentile(gaps, 99),
-        "chunks": len(gaps) + len(first),
-        "longest_gap": max(gaps, default=None),
-        "p50_first": percentile(first, 50),
-        "p99_first": percentile(first, 99),
-        "times": chunks,
-        **slowest(chunks, steps),
-    }
+        "streams": len(first), "statuses": dict(statuses), "p50_between_chunks": percentile(gaps, 50),
+        "p99_between_chunks": percentile(gaps, 99), "chunks": len(gaps) + len(first),
+        "longest_gap": max(gaps, default=None), "p50_first": percentile(first, 50), "p99_first": percentile(first, 99),
+        "times": chunks, **slowest(chunks, steps),
+    }  # fmt: skip
 
 
 async def _read(url: str, seconds: float, namespace: str) -> list[Reply]:

@@ -1,7 +1,6 @@
 """Clients of a server, in this process: asyncio and httpx.
 
-While they wait, clients only record bytes and times, so that they take little time from a server on the same computer.
-``parsed`` makes answers of that afterwards.
+While they wait, clients only record bytes and times: the server needs the processor. ``parsed`` makes answers of that.
 """
 
 from __future__ import annotations
@@ -21,12 +20,10 @@ from typing import Any, Literal
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-Extension = Mapping[str, str]
-"""The field ``forerun`` of a request: the ``namespace`` that it drafts from, and ``drafter``."""
+Extension = Mapping[str, str]  # the field forerun of a request: the namespace that it drafts from, and drafter
 PATIENCE = 600.0
 """Seconds without a byte after which a request counts as failed: the default ``timeout`` of ``forerun serve``."""
-QUOTED = 200
-"""Maximum characters of an error that a report quotes."""
+QUOTED = 200  # maximum characters of an error that a report quotes
 
 
 @dataclass(frozen=True)
@@ -42,11 +39,8 @@ class LoadRequest:
 
 @dataclass(frozen=True)
 class Level:
-    """A load.
-
-    ``clients`` wait for each answer before the next request (closed loop); at a ``rate`` per second, requests arrive
-    whatever becomes of the others (open loop). ``seed`` is of the arrivals.
-    """
+    """A load: ``clients`` that wait for each answer before the next request (closed loop), or requests at a ``rate``
+    per second, whatever becomes of the others (open loop). ``seed`` is of the arrivals."""
 
     kind: Literal["clients", "rate"]
     value: float
@@ -64,12 +58,10 @@ class ServerEndpoint:
     """How to reach a server.
 
     Attributes:
-        model: the name that requests give.
         chats: send prompts as one user message, through the model's template.
         ours: Forerun's server, which accepts the field ``forerun``.
         exact: the server promises equal bits, whatever shares a pass.
         encode: makes token ids of a prompt, for a server that would encode it otherwise; None sends text.
-        key: of the API.
     """
 
     url: str
@@ -110,13 +102,8 @@ class ServerEndpoint:
 
 @dataclass
 class Reply:
-    """What came for one request; times are of ``time.perf_counter``.
-
-    Attributes:
-        reads: bytes as they came, each with its time.
-        status: of HTTP; None if nothing came.
-        error: why the connection failed, or None.
-    """
+    """What came for one request: bytes with their times by ``time.perf_counter``, the HTTP status if any, and why the
+    connection failed."""
 
     request: LoadRequest
     sent: float = 0.0
@@ -137,13 +124,8 @@ class LoadRun:
 
 @dataclass(frozen=True)
 class Answer:
-    """A parsed reply.
-
-    Attributes:
-        grew: times at which text came; chunks that came together count once.
-        usage: what the server counted; empty if it sent none.
-        error: why the answer is incomplete, or None.
-    """
+    """A parsed reply: times at which text came (``grew``; chunks that came together count once), the server's counts,
+    and why the answer is incomplete."""
 
     request: LoadRequest
     text: str
@@ -177,17 +159,14 @@ class Answer:
 
     @property
     def digest(self) -> str | None:
-        """Return a digest of a complete text."""
         return None if self.error else hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
 
 def mixed(
     prompts: Mapping[str, Sequence[str]], lengths: Sequence[int], temperature: float, seed: int
 ) -> list[LoadRequest]:
-    """Return all prompts, from each task in turn, with a private seed and a drawn length each.
-
-    Every second turn through the tasks is sampled at ``temperature``; the others are greedy.
-    """
+    """Return all prompts, from each task in turn, with a seed and a drawn length each. Every second turn through the
+    tasks is sampled at ``temperature``."""
     rng = Random(f"serving/{seed}")
     return [
         LoadRequest(task, found[turn], rng.choice(lengths), temperature if turn % 2 else 0.0, rng.randrange(1 << 31))
@@ -198,7 +177,7 @@ def mixed(
 
 
 def arrivals(rate: float, count: int, seed: int) -> list[float]:
-    """Return the seconds at which requests of a Poisson process arrive, ``rate`` per second; the first at 0."""
+    """Return the arrival times of a Poisson process, ``rate`` per second; the first is 0."""
     rng, at, found = Random(f"arrivals/{seed}"), 0.0, list[float]()
     for _ in range(count):
         found.append(at)
@@ -217,7 +196,6 @@ async def connected(endpoint: ServerEndpoint) -> AsyncIterator[httpx.AsyncClient
 
 
 async def answer(http: httpx.AsyncClient, endpoint: ServerEndpoint, reply: Reply, extension: Extension) -> Reply:
-    """Send the reply's request, and record all that comes."""
     body, clock = endpoint.body(reply.request, extension), time.perf_counter
     reply.sent = clock()
     try:
@@ -257,7 +235,9 @@ async def _run(endpoint: ServerEndpoint, level: Level, extension: Extension) -> 
 
 
 def parsed(reply: Reply) -> Answer:
-    parts, grew, usage, done, error = list[str](), list[float](), dict[str, Any](), False, _failure(reply)
+    parts, grew, usage, done, error = list[str](), list[float](), dict[str, Any](), False, reply.error
+    if error is None and reply.status != 200:
+        error = f"status {reply.status}: {_short(b''.join(part for _, part in reply.reads).decode(errors='replace'))}"
     for at, event in events(reply.reads) if error is None else ():
         if "error" in event:
             error = _short(event["error"])
@@ -283,12 +263,6 @@ def events(reads: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, dict[s
             data = event.removeprefix(b"data:").strip()
             if data and data != b"[DONE]" and not data.startswith(b":"):
                 yield at, json.loads(data)
-
-
-def _failure(reply: Reply) -> str | None:
-    if reply.error is None and reply.status != 200:
-        return f"status {reply.status}: {_short(b''.join(part for _, part in reply.reads).decode(errors='replace'))}"
-    return reply.error
 
 
 def _short(message: Any) -> str:

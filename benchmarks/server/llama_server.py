@@ -8,8 +8,7 @@ from __future__ import annotations
 import argparse
 import signal
 
-KINDS = {"float32": "GGML_TYPE_F32", "bfloat16": "GGML_TYPE_BF16"}
-"""Types of keys and values."""
+from benchmarks.peers.llamacpp import KINDS, make_params
 
 
 def main() -> None:
@@ -24,13 +23,9 @@ def main() -> None:
 
     import xllamacpp
 
-    params = xllamacpp.CommonParams()
-    params.model.path = options.file
+    params = make_params(xllamacpp, options.file, options.threads, options.context, options.dtype)
     params.hostnames, params.port = ["127.0.0.1"], options.port
-    params.n_parallel, params.n_ctx, params.cont_batching = options.slots, options.context, True
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = options.threads
-    params.n_gpu_layers, params.fit_params, params.use_jinja = 0, False, True
-    params.cache_type_k = params.cache_type_v = getattr(xllamacpp.ggml_type, KINDS[options.dtype])
+    params.n_parallel, params.cont_batching, params.use_jinja = options.slots, True, True
     server = xllamacpp.Server(params)
     print(f"listening on {server.listening_address}", flush=True)
     signal.pause()

@@ -20,27 +20,17 @@ from forerun.bench.machine import Row
 from forerun.bench.rounds import rotated
 from forerun.cli.terminal import say
 
-Digests = Mapping[str, str | None]
-"""``Answer.digest`` of each answer, by its request's seed."""
-ALONE = {"namespace": "alone", "drafter": "none"}
-"""How an answer is requested again that load may not have changed."""
-STREAMS = 4
-"""Streams beside a long prompt."""
-BEFORE = 16
-"""Answers that end before the long prompt is sent, to compare with."""
-LOOK = 0.005
-"""Seconds between looks at whether something has come."""
+Digests = Mapping[str, str | None]  # Answer.digest of each answer, by its request's seed
+ALONE = {"namespace": "alone", "drafter": "none"}  # how an answer is requested again that load may not have changed
+STREAMS = 4  # streams beside a long prompt
+BEFORE = 16  # answers that end before the long prompt is sent, to compare with
+LOOK = 0.005  # seconds between looks at whether something has come
 
 
 @dataclass(frozen=True)
 class Round:
-    """What every contestant answers in a round.
-
-    Attributes:
-        warm: sent first, at once, and not measured: kernels are compiled and memory is allocated.
-        long: a long prompt to prefill beside streams, or None.
-        checks: number of greedy answers that are requested again, alone.
-    """
+    """What every contestant answers in a round: ``warm`` requests that are not measured, levels, perhaps a ``long``
+    prompt to prefill beside streams, and ``checks`` greedy requests again, alone."""
 
     warm: Sequence[LoadRequest]
     levels: Sequence[Level]
@@ -57,19 +47,19 @@ class Round:
 
 
 def sample(requests: Sequence[LoadRequest], count: int) -> list[LoadRequest]:
-    """Return ``count`` greedy requests, from all over the load."""
+    """Return ``count`` greedy requests, spread over the load."""
     greedy = [request for request in requests if request.temperature == 0]
     return greedy[:: max(1, len(greedy) // max(count, 1))][:count]
 
 
 def compare(mine: Digests, others: Digests) -> Row:
-    """Count the answers that are complete in both, and those of them that are equal."""
+    """Count the answers that are complete in both, and the equal ones among them."""
     both = [seed for seed, digest in mine.items() if digest is not None and others.get(seed) is not None]
     return {"compared": len(both), "same": sum(mine[seed] == others[seed] for seed in both)}
 
 
 def absent(turn: Turn, name: str) -> str | None:
-    """Return why a contestant took no part in a turn; None if it did."""
+    """Return why a contestant took no part in a turn, if so."""
     return turn.get(name, {}).get("absent")
 
 
@@ -91,7 +81,7 @@ class ServeBench:
     turns: list[Turn] = field(default_factory=list)
 
     def run(self) -> list[Turn]:
-        """Measure all rounds but those in the journal; raise a ServerError if a server of Forerun's fails."""
+        """Measure all rounds that the journal lacks; raise ServerError if a server of Forerun's fails."""
         names = [contestant.name for contestant in self.contestants]
         for number, one in enumerate(self.rounds):
             known = self.journal.find(one.key(number), names)
@@ -121,7 +111,6 @@ class ServeBench:
                 say(f"  {contestant.name} is left out: {error}")
 
     def _measure(self, endpoint: ServerEndpoint, one: Round, results: Row) -> None:
-        """Write down what one server answers, as it comes."""
         answers_to(endpoint, Level("clients", len(one.warm), one.warm), {"namespace": "warm"})
         digests: dict[str, str | None] = {}
         results |= {"texts": digests, "reasons": {}}
@@ -146,7 +135,7 @@ class ServeBench:
 def answers_to(
     endpoint: ServerEndpoint, level: Level, extension: client.Extension
 ) -> tuple[client.LoadRun, list[Answer]]:
-    """Return a level's answers; raise a ServerError if there is none."""
+    """Return a level's answers; raise ServerError if there is none."""
     run = client.run(endpoint, level, extension)
     answers = [parsed(reply) for reply in run.replies]
     if answers and all(each.error for each in answers):
@@ -155,8 +144,8 @@ def answers_to(
 
 
 async def held_up(endpoint: ServerEndpoint, requests: Sequence[LoadRequest], long: LoadRequest) -> Row:
-    """Return the times between chunks of streams that answer ``requests`` over and over, before and while ``long`` is
-    prefilled; only its error, if that was not answered."""
+    """Return the gaps between chunks of streams that answer ``requests`` over and over, before and during the prefill
+    of ``long``."""
     replies, ended, over = list[Reply](), 0, False
 
     async def stream(turn: int) -> None:
@@ -181,27 +170,22 @@ async def held_up(endpoint: ServerEndpoint, requests: Sequence[LoadRequest], lon
 
 
 def long_row(long: Answer, others: Sequence[Answer]) -> Row:
-    """Return the figures of a long prompt and of the streams beside it."""
+    """Return the figures of a long prompt and of the streams beside it; only its error, if that was not answered."""
     if long.error is not None:
         return {"error": long.error}
     without, during = gaps(others, 0.0, long.sent, True), gaps(others, long.sent, long.sent + long.first, False)
     row: Row = {
-        "prompt": long.usage.get("prompt_tokens"),
-        "first": long.first,
-        "errors": sum(reasons([long, *others]).values()),
-        "chunks": len(during),
+        "prompt": long.usage.get("prompt_tokens"), "first": long.first,
+        "errors": sum(reasons([long, *others]).values()), "chunks": len(during),
         **{f"without_p{part}": percentile(without, part) for part in (50, 99)},
         **{f"with_p{part}": percentile(during, part) for part in (50, 99)},
-    }
+    }  # fmt: skip
     known = row["with_p99"] is not None and row["without_p99"]
     return row | {"ratio": row["with_p99"] / row["without_p99"] if known else None}
 
 
 def gaps(answers: Sequence[Answer], begin: float, end: float, whole: bool) -> list[float]:
-    """Return the times between chunks that lie within a window: as a whole, or in part."""
-    return [
-        after - before
-        for each in answers
-        for before, after in pairwise(each.grew)
-        if (after <= end if whole else after > begin and before < end)
-    ]
+    """Return the times between chunks within a window: wholly, or in part."""
+    pairs = [pair for each in answers for pair in pairwise(each.grew)]
+    inside = (pair for pair in pairs if (pair[1] <= end if whole else pair[1] > begin and pair[0] < end))
+    return [after - before for before, after in inside]

@@ -17,23 +17,16 @@ from transformers import PreTrainedTokenizerBase
 
 from benchmarks.long_context.texts import Texts
 from benchmarks.peers import weights
-from benchmarks.reporting.common_options import (
-    BENCHMARKS,
-    ListOptions,
-    SourceOptions,
-    list_option,
-    names_of,
-    numbers_of,
-)
-from benchmarks.reporting.study_report import Delivery, Report
+from benchmarks.reporting.common_options import ListOptions, SourceOptions, list_option, names_of, numbers_of
+from benchmarks.reporting.study_report import Report
+from benchmarks.reporting.turns import journal_of
 from benchmarks.server import load_report, servers
 from benchmarks.server.client import Level, LoadRequest, mixed
 from benchmarks.server.load_bench import Round, ServeBench
 from benchmarks.server.servers import ServedModel, ServerContestant
-from benchmarks.tasks.task_prompts import LackingError, Tasks, check_names
+from benchmarks.tasks.task_prompts import LackingError, check_names
 from benchmarks.tasks.task_sets import tasks_for
-from forerun.bench.journal import Journal, Turn, about
-from forerun.bench.machine import plain_values
+from forerun.bench.journal import Turn
 from forerun.bench.prompts_file import TemplateEncoder, check_length
 from forerun.cli.commands import FAILED
 from forerun.cli.models import encoder as plain_encoder
@@ -47,17 +40,12 @@ from forerun.models.forward.inputs import position_limit
 from forerun.models.loading.load import find
 
 TRANSFORMERS, LLAMA, DEFAULT, RAY = "transformers", "llama.cpp", "default", "ray"
-REPLICAS = 2
-"""Of the default on Ray."""
-GGUF, ROWS = "model.gguf", 16
-"""The file for llama.cpp's server, and its slots for Poisson arrivals."""
-SPARE = 64
-"""Tokens of a slot in llama.cpp's server beyond the longest sequence."""
-CLIENT_TURNS = 4
-"""Minimum answers per client of a closed loop: with fewer, a level is mostly its start and end."""
+REPLICAS = 2  # of the default on Ray
+GGUF, ROWS = "model.gguf", 16  # the file for llama.cpp's server, and its slots for Poisson arrivals
+SPARE = 64  # tokens of a slot in llama.cpp's server beyond the longest sequence
+CLIENT_TURNS = 4  # minimum answers per client of a closed loop: with fewer, a level is mostly its start and end
 NEEDED = ("httpx", "matplotlib", "fastapi", "uvicorn", "prometheus_client", "pydantic_settings", "llguidance")
-LEFT_OUT = ("copy",)
-"""Tasks that are measured only if named: repeating a passage is no typical use."""
+LEFT_OUT = ("copy",)  # tasks that are measured only if named: repeating a passage is no typical use
 _LOAD = "Load"
 
 
@@ -65,9 +53,9 @@ _LOAD = "Load"
 class ServingOptions(ListOptions, OutputOptions, SourceOptions, ModelOptions):
     """Servers under load: forerun serve with and without drafts, and those of transformers and llama.cpp.
 
-    Each is a separate process on a free port of this computer, one at a time; the clients are in this process. All
-    answer the same requests in rounds; medians count. Exit status 1 if an output under load differs from the same
-    request alone, or if Forerun leaves a request unanswered. Writes JSON, Markdown and plots after each load.
+    Each is a process on a free port of this computer, one at a time. All answer the same requests in rounds; medians
+    count. Exit status 1 if an output under load differs from the same request alone, or if Forerun leaves a request
+    unanswered. Writes JSON, Markdown and plots after each load.
     """
 
     contestants: Annotated[str, list_option("Model", f"Drafters of forerun serve, {DEFAULT} for its own, {RAY} for "
@@ -76,15 +64,11 @@ class ServingOptions(ListOptions, OutputOptions, SourceOptions, ModelOptions):
     concurrency: Annotated[str, list_option(_LOAD, "Clients that wait for their answers; 0 for none.")] = "1,4,16"
     rates: Annotated[str, list_option(_LOAD, "Requests per second that arrive by chance; 0 for none.")] = "4,16"
     requests: Annotated[int, option(panel=_LOAD, help="Of each load; four a client at least.", min=1)] = 32
-    long: Annotated[
-        int, option(panel=_LOAD, metavar="TOKENS", help="Prefill so many tokens beside streams.", min=0)
-    ] = 0
+    long: Annotated[int, option(panel=_LOAD, metavar="TOKENS", help="A long prompt beside streams.", min=0)] = 0
     rounds: Annotated[int, option(panel=_LOAD, help="Times each is measured.", min=1)] = 3
     tasks: Annotated[str | None, list_option("Text", "Those of tasks; default: all but copy.")] = None
     lengths: Annotated[str, list_option("Text", "Most tokens of answers; drawn for each request.")] = "32,64,128"
-    temperature: Annotated[
-        float, option("--temperature", "-t", panel="Text", help="Of every second turn through the tasks.", min=0.0)
-    ] = 0.8
+    temperature: Annotated[float, option("-t", "--temperature", panel="Text", help="Of half the turns.", min=0.0)] = 0.8
     seed: Annotated[int, option(panel="Text", help="Of what is drawn, and of the arrivals.")] = 0
     checks: Annotated[int, option(panel="Text", help="Greedy requests of a round to repeat alone.", min=0)] = 8
     resume: Annotated[bool, option("--resume", panel="Output", help="Keep the rounds that --out has.")] = False
@@ -113,18 +97,16 @@ class ServingOptions(ListOptions, OutputOptions, SourceOptions, ModelOptions):
 def run(options: ServingOptions) -> None:
     _check_installed(options)
     subject, rounds, contestants = _prepared(options)
-    report = Report("Servers under load", plain_values(options) | {"dtype": subject.dtype})
-    delivery = Delivery(report, options.out, "serve", options.json)
+    report = Report.of("Servers under load", options, "serve", dtype=subject.dtype)
 
     def save(turns: Sequence[Turn], whole: bool) -> None:
         load_report.fill(report, turns, rounds, whole)
-        delivery.save()
+        report.save()
 
-    shared = about(options.model, subject.dtype, subject.device, BENCHMARKS)
-    journal = Journal(options.out / "serve-turns.jsonl", shared, options.resume)
+    journal = journal_of(options, "serve", options.model, subject.dtype, subject.device)
     start = partial(servers.started, chats=subject.chats, logs=options.out / "logs")
     turns = ServeBench(contestants, rounds, start, journal, save).run()
-    delivery.end()
+    report.end()
     faults = load_report.changed(load_report.output_rows(turns, rounds)) + list(load_report.unanswered(turns))
     if faults:
         say("\n".join(faults))
@@ -143,19 +125,17 @@ def _check_installed(options: ServingOptions) -> None:
 
 
 def _prepared(options: ServingOptions) -> tuple[ServedModel, list[Round], list[ServerContestant]]:
-    """Return the model, all requests and the contestants. The model is loaded to check it, and to write llama.cpp's
-    file; then it is dropped."""
+    """Return the model, all requests and the contestants. The model is loaded only to check it, and to write
+    llama.cpp's file."""
     model, tokenizer = load_target(options)
     if LLAMA in options.drafters:
         weights.check(model, tokenizer, None)
         options.out.mkdir(parents=True, exist_ok=True)
         weights.write(model, tokenizer, options.out / GGUF)
     encoder = TemplateEncoder(tokenizer, options.raw)
-    subject = ServedModel(
-        options.model, find(options.model), dtype_name(model), str(model.device), encoder.chats,
-        options.trust_remote_code,
-    )  # fmt: skip
-    limit = position_limit(model)
+    files, dtype, limit = find(options.model), dtype_name(model), position_limit(model)
+    device, remote = str(model.device), options.trust_remote_code
+    subject = ServedModel(options.model, files, dtype, device, encoder.chats, remote)
     del model
     gc.collect()
     rounds = _rounds(options, encoder, limit)
@@ -194,14 +174,13 @@ def _rounds(options: ServingOptions, encoder: TemplateEncoder, limit: int | None
 def build_levels(
     clients: Sequence[int], rates: Sequence[float], least: int, requests: Sequence[LoadRequest], seed: int
 ) -> list[Level]:
-    """Return the levels of a round, with different requests each: ``least``, or more if there are many clients."""
+    """Return a round's levels with different requests: ``least`` each, or more for many clients."""
     left = iter(requests)
     closed = [Level("clients", each, list(islice(left, _size(each, least))), seed) for each in clients]
     return [*closed, *(Level("rate", each, list(islice(left, least)), seed) for each in rates)]
 
 
 def needed(clients: Sequence[int], rates: Sequence[float], least: int) -> int:
-    """Count the requests of all levels of a round."""
     return sum(_size(each, least) for each in clients) + least * len(rates)
 
 
@@ -210,38 +189,30 @@ def _size(clients: int, least: int) -> int:
 
 
 def _requests(options: ServingOptions, encoder: TemplateEncoder, limit: int | None, count: int) -> list[LoadRequest]:
-    """Return requests of all tasks that have their files; raise a ValueError if there are none, or one is too long."""
+    """Return requests of all tasks that have their files; raise ValueError if there are none, or one is too long."""
     tasks = tasks_for(encoder, options)
     chosen = options.named_tasks or [name for name in tasks if name not in LEFT_OUT]
     check_names(chosen, tasks)
-    possible = [name for name in chosen if _possible(name, tasks)]
+    possible = []
+    for name in chosen:
+        try:
+            possible += [name] if tasks[name](1) else []
+        except LackingError as lacking:
+            say(f"skipped {name}: {lacking}")
     if not possible:
         raise ValueError("no task is left; --tasks names some that need no file, such as json or rag")
-    prompts = {name: _drawn(name, tasks, -(-count // len(possible))) for name in possible}
-    for name, found in prompts.items():
-        for prompt in found:
+    prompts = dict[str, list[str]]()
+    for name in possible:
+        try:
+            prompts[name] = [str(prompt) for prompt in tasks[name](-(-count // len(possible)))]
+        except ValueError as error:
+            raise ValueError(f"task {name}: {error} (or --requests, --rounds)") from None
+        for prompt in prompts[name]:
             _check(f"task {name}", len(encoder(prompt)), limit, max(options.tokens))
     return mixed(prompts, options.tokens, options.temperature, options.seed)
 
 
-def _possible(name: str, tasks: Tasks) -> bool:
-    try:
-        tasks[name](1)
-    except LackingError as lacking:
-        say(f"skipped {name}: {lacking}")
-        return False
-    return True
-
-
-def _drawn(name: str, tasks: Tasks, count: int) -> list[str]:
-    try:
-        return [str(prompt) for prompt in tasks[name](count)]
-    except ValueError as error:
-        raise ValueError(f"task {name}: {error} (or --requests, --rounds)") from None
-
-
 def _longs(options: ServingOptions, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> list[LoadRequest]:
-    """Return a long prompt for each round, if ``--long`` is given."""
     if not options.long:
         return []
     _check("--long", options.long, limit, 2)

@@ -1,7 +1,4 @@
-"""Figures of the answers under a load, their medians over rounds, and rows for the tables.
-
-A turn has each contestant's results of a round, by name; see ``ServeBench``.
-"""
+"""Figures of the answers under a load, and their medians over rounds."""
 
 from __future__ import annotations
 
@@ -16,67 +13,48 @@ from forerun.bench.machine import Row
 
 TIMES = {"first": "time to first token", "gap": "between chunks", "each": "per token", "whole": "end to end"}
 """An answer's times, by their names in the figures, with their headings."""
-PARTS = (50, 99)
-"""The percentiles."""
+PARTS = (50, 99)  # the percentiles
 STEP_PARTS = ("read", "propose", "score", "verify", "other")
 """Parts of the time of Forerun's steps, by their names in its metrics."""
 
 
 def percentile(values: Sequence[float], part: float) -> float | None:
-    """Return the value that ``part`` % do not exceed, linearly interpolated; None without values."""
     return float(np.percentile(values, part)) if len(values) else None
 
 
 def figures(
     answers: Sequence[Answer], seconds: float, own_seconds: float, step_seconds: Mapping[str, float] | None = None
 ) -> Row:
-    """Return one load's figures; times in seconds.
+    """Return one load's figures; times in seconds. Failed answers count as errors alone.
 
     Args:
-        answers: those that failed count as errors alone.
         own_seconds: processor time of the clients.
         step_seconds: by ``STEP_PARTS``; empty for servers that do not state them.
     """
     good = [answer for answer in answers if answer.error is None]
-    tokens = sum(answer.tokens for answer in good)
-    return {
-        "requests": len(answers),
-        "errors": len(answers) - len(good),
-        "seconds": seconds,
-        "requests_per_second": len(good) / seconds,
-        "tokens_per_second": tokens / seconds,
-        "tokens": tokens,
-        "client_share": own_seconds / seconds,
-        **_times(good),
-        **_speculation(good),
-        **_parts(step_seconds or {}, seconds, tokens),
-    }
-
-
-def reasons(answers: Sequence[Answer]) -> dict[str, int]:
-    """Count each error."""
-    return dict(Counter(answer.error for answer in answers if answer.error is not None))
-
-
-def _times(good: Sequence[Answer]) -> Row:
-    found = {
+    tokens, ours = sum(answer.tokens for answer in good), [answer for answer in good if "forerun" in answer.usage]
+    times = {
         "first": [answer.first for answer in good],
         "gap": [gap for answer in good for gap in answer.gaps],
         "each": [answer.each for answer in good if answer.each is not None],
         "whole": [answer.seconds for answer in good],
     }
-    return {f"{name}_p{part}": percentile(values, part) for name, values in found.items() for part in PARTS}
-
-
-def _speculation(good: Sequence[Answer]) -> Row:
-    counted = [answer for answer in good if "forerun" in answer.usage]
     steps, drafted, accepted = (
-        sum(answer.usage["forerun"][name] for answer in counted) for name in ("steps", "drafted", "accepted")
+        sum(answer.usage["forerun"][name] for answer in ours) for name in ("steps", "drafted", "accepted")
     )
     return {
+        "requests": len(answers), "errors": len(answers) - len(good), "seconds": seconds,
+        "requests_per_second": len(good) / seconds, "tokens_per_second": tokens / seconds, "tokens": tokens,
+        "client_share": own_seconds / seconds,
+        **{f"{name}_p{part}": percentile(values, part) for name, values in times.items() for part in PARTS},
         "acceptance": accepted / drafted if drafted else None,
-        "tokens_per_step": sum(answer.tokens for answer in counted) / steps if steps else None,
-    }
+        "tokens_per_step": sum(answer.tokens for answer in ours) / steps if steps else None,
+        **_parts(step_seconds or {}, seconds, tokens),
+    }  # fmt: skip
+
+
+def reasons(answers: Sequence[Answer]) -> dict[str, int]:
+    return dict(Counter(answer.error for answer in answers if answer.error is not None))
 
 
 def _parts(step_seconds: Mapping[str, float], seconds: float, tokens: int) -> Row:
@@ -97,6 +75,5 @@ def medians(rounds: Sequence[Row]) -> Row:
 
 
 def known_median(values: Sequence[float | None]) -> float | None:
-    """Return the median of the values that are not None."""
     known = [value for value in values if value is not None]
     return median(known) if known else None

@@ -1,6 +1,6 @@
 """Tables of ``python -m benchmarks server load``: medians over rounds, ratios to plain decoding, outputs that differ.
 
-A turn has each contestant's results of a round, by name; see ``ServeBench``.
+A turn has each contestant's results of a round, by name.
 """
 
 from __future__ import annotations
@@ -42,14 +42,11 @@ TIMES_NOTE = (
     "once. *Per token*: of a request, from its first text to its end. Loads in *clients* are closed loops; those *per "
     "second* are Poisson arrivals.\n"
 )
-GREEDY_NOTE = (
-    f"`{TRANSFORMERS}` samples all requests as the first one says, which is greedy. Only greedy outputs are compared "
-    "with it.\n"
-)
+GREEDY_NOTE = f"`{TRANSFORMERS}` samples all requests as the first one, greedily. Only greedy outputs are compared.\n"
 
 
 def fill(report: Report, turns: Sequence[Turn], rounds: Sequence[Round], plotted: bool) -> None:
-    """Replace a report's parts by all that the turns have so far; ``plotted`` draws plots, which needs a second."""
+    """Replace a report's parts by the turns so far; ``plotted`` draws plots, which needs a second."""
     load, long, refused = load_rows(turns, rounds), long_rows(turns), refusals(turns)
     if load:
         report.add("load", f"Load: tokens per second of all clients, and times those of {PLAIN}", load,
@@ -75,7 +72,7 @@ def fill(report: Report, turns: Sequence[Turn], rounds: Sequence[Round], plotted
 
 
 def load_rows(turns: Sequence[Turn], rounds: Sequence[Round]) -> list[Row]:
-    """Return a row for each level and contestant that answered it in any round."""
+    """Return a row for each level and contestant that answered it."""
     found = []
     for level in rounds[0].levels:
         for name in _names(turns):
@@ -102,9 +99,7 @@ def long_rows(turns: Sequence[Turn]) -> list[Row]:
 
 def output_rows(turns: Sequence[Turn], rounds: Sequence[Round]) -> list[Row]:
     """Count outputs that equal those of each request alone, and those of plain decoding; ``exact`` says that they must.
-
-    Of other servers only greedy outputs are compared.
-    """
+    Of other servers only greedy outputs are compared."""
     found = []
     for name in _names(turns):
         alone = [turn[name]["alone"] for turn in turns if "alone" in turn.get(name, {})]
@@ -120,12 +115,11 @@ def output_rows(turns: Sequence[Turn], rounds: Sequence[Round]) -> list[Row]:
 
 def changed(rows: Sequence[Row]) -> list[str]:
     """List the contestants whose outputs differ though they must not."""
-    return [
-        f"{row['contestant']}: {row['compared'] - row['same']} of {row['compared']} outputs under load differ from "
-        f"{row['with']}"
-        for row in rows
-        if row["exact"] and row["same"] < row["compared"]
-    ]
+    found = []
+    for row in (row for row in rows if row["exact"] and row["same"] < row["compared"]):
+        count = f"{row['compared'] - row['same']} of {row['compared']}"
+        found.append(f"{row['contestant']}: {count} outputs under load differ from {row['with']}")
+    return found
 
 
 def unanswered(turns: Sequence[Turn]) -> Iterator[str]:
@@ -139,7 +133,6 @@ def unanswered(turns: Sequence[Turn]) -> Iterator[str]:
 
 
 def errors(turns: Sequence[Turn]) -> dict[str, dict[str, int]]:
-    """Count each error of each contestant."""
     found = {name: Counter[str]() for name in _names(turns)}
     for turn in turns:
         for name, results in turn.items():
@@ -148,7 +141,7 @@ def errors(turns: Sequence[Turn]) -> dict[str, dict[str, int]]:
 
 
 def refusals(turns: Sequence[Turn]) -> dict[str, str]:
-    """Return why a contestant did not answer a long prompt, the last time."""
+    """Return each contestant's last reason for not answering a long prompt."""
     return {name: row["error"] for name in _names(turns) for row in _longs(turns, name) if "error" in row}
 
 
@@ -162,13 +155,12 @@ def _longs(turns: Sequence[Turn], name: str) -> list[Row]:
 
 def _names(turns: Sequence[Turn]) -> list[str]:
     """Return the contestants, plain decoding first."""
-    return sorted(
-        {name for turn in turns for name in turn}, key=lambda name: (name == TRANSFORMERS, name != PLAIN, name)
-    )
+    names = {name for turn in turns for name in turn}
+    return sorted(names, key=lambda name: (name == TRANSFORMERS, name != PLAIN, name))
 
 
 def _of_plain(turns: Sequence[Turn], level: str, name: str, figure: str) -> float | None:
-    """Return the median ratio of a figure to plain decoding's in its round."""
+    """Return the median over rounds of a figure's ratio to plain decoding's."""
     pairs = [(turn[name]["levels"][level], turn.get(PLAIN, {}).get("levels", {}).get(level)) for turn in turns]
     return known_median([a[figure] / b[figure] for a, b in pairs if b and a[figure] and b[figure]])
 

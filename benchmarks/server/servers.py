@@ -19,20 +19,13 @@ import httpx
 from benchmarks.server.client import ServerEndpoint
 from forerun.models.forward.architecture import STORED, STORED_BY_FLOATS
 
-PORTS = range(20_001, 32_768)
-"""Lower ports are likely taken. Higher ones Linux gives to connections, so a free one may be taken before the server
-listens."""
-STARTING = 900.0
-"""Maximum seconds to start: a large model is loaded, and kernels are compiled the first time."""
-ENDING = 20.0
-"""Seconds to end before a server is killed."""
-QUOTED = 400
-"""Maximum characters of a server's last output that an error quotes."""
-MANY = 1 << 20
-"""Namespaces of Forerun's server: each load has a separate one."""
+PORTS = range(20_001, 32_768)  # lower ports are likely taken; higher ones Linux gives to connections
+STARTING = 900.0  # maximum seconds to start: a large model is loaded, and kernels are compiled the first time
+ENDING = 20.0  # seconds to end before a server is killed
+QUOTED = 400  # maximum characters of a server's last output that an error quotes
+MANY = 1 << 20  # namespaces of Forerun's server: each load has a separate one
 TRANSFORMERS, LLAMA = "transformers serve", "llama-server"
-NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")
-"""What ``transformers serve`` imports beyond transformers."""
+NEEDED = ("fastapi", "uvicorn", "openai", "pydantic")  # what transformers serve imports beyond transformers
 CHECKOUT = str(Path(__file__).parents[2])
 
 
@@ -54,14 +47,8 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class ServerContestant:
-    """A server that can be started.
-
-    Attributes:
-        command: starts it, except for the port.
-        model: the name that requests give.
-        lacking: why it cannot be started here, or None.
-        encode: see ``ServerEndpoint``.
-    """
+    """A server: the command that starts it, except for the port; the model's name in requests; why it is ``lacking``
+    here, if so; and ``encode``, see ``ServerEndpoint``."""
 
     name: str
     command: Sequence[str]
@@ -100,11 +87,8 @@ def transformers(subject: ServedModel) -> ServerContestant:
 def llama(
     subject: ServedModel, file: Path, slots: int, positions: int, threads: int, encode: Callable[[str], list[int]]
 ) -> ServerContestant:
-    """Return llama.cpp's server over a GGUF file of equal weights, with keys and values in their type.
-
-    ``slots`` sequences of ``positions`` tokens at once. The file has neither a template nor the tokenizer's rules, so
-    prompts come as token ids.
-    """
+    """Return llama.cpp's server over a GGUF file of equal weights, with ``slots`` sequences of ``positions`` tokens at
+    once. The file has neither a template nor the tokenizer's rules, so prompts come as token ids."""
     command = [
         sys.executable, "-m", "benchmarks.server.llama_server", str(file), "--dtype", subject.dtype,
         "--slots", str(slots), "--context", str(slots * positions), "--threads", str(threads),
@@ -123,10 +107,13 @@ def why_not(subject: ServedModel) -> str | None:
 
 @contextmanager
 def started(contestant: ServerContestant, chats: bool, logs: Path) -> Iterator[ServerEndpoint]:
-    """Yield a contestant's endpoint; its output goes to a file in ``logs``. See ``running``."""
+    """Yield a contestant's endpoint; log to a file in ``logs``. See ``running``."""
     log = logs / f"{contestant.name.replace(' ', '-')}.log"
     with running(contestant.name, contestant.command, log) as (_, url):
-        exact = contestant.ours and _exact(url)
+        exact = False
+        if contestant.ours:
+            [model] = httpx.get(f"{url}/v1/models", timeout=5.0).json()["data"]
+            exact = model["forerun"]["exactness"] == "bitwise"
         yield ServerEndpoint(url, contestant.model, chats, contestant.ours, exact, contestant.encode)
 
 
@@ -134,16 +121,9 @@ def started(contestant: ServerContestant, chats: bool, logs: Path) -> Iterator[S
 def running(
     name: str, command: Sequence[str], log: Path, **options: Any
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Yield the process and URL of a server once it answers, and end it.
-
-    Args:
-        command: gets a free port added.
-        log: file of its output.
-        options: of ``Popen``.
-
-    Raises:
-        ServerError: if it ends, or does not answer within ``STARTING`` seconds.
-    """
+    """Yield the process and URL of a server once it answers, and end it. ``command`` gets a free port added, ``log`` is
+    the file of its output, and ``options`` are of ``Popen``. Raise ServerError if it ends, or does not answer in
+    time."""
     port = free_port()
     log.parent.mkdir(parents=True, exist_ok=True)
     given = {"stdin": subprocess.DEVNULL, "text": True, "env": environment(os.environ)} | options
@@ -163,13 +143,12 @@ def running(
 
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """Return a server's environment: without what would change its settings, and with this process's packages."""
+    """Return a server's environment: no settings of Forerun, and this process's packages."""
     kept = {name: value for name, value in given.items() if not name.startswith("FORERUN_")}
     return kept | {"PYTHONPATH": os.pathsep.join([CHECKOUT, *(path for path in sys.path if path)])}
 
 
 def free_port() -> int:
-    """Return a port that nobody uses now; raise an OSError if there is none."""
     first = os.getpid() % len(PORTS)
     for port in (*PORTS[first:], *PORTS[:first]):
         with socket.socket() as one:
@@ -193,11 +172,6 @@ def _wait(name: str, process: subprocess.Popen[str], url: str, log: Path) -> Non
             pass
         time.sleep(0.1)
     raise ServerError(f"{name} does not answer after {STARTING:.0f} seconds: {_last_words(log)}")
-
-
-def _exact(url: str) -> bool:
-    [model] = httpx.get(f"{url}/v1/models", timeout=5.0).json()["data"]
-    return bool(model["forerun"]["exactness"] == "bitwise")
 
 
 def _last_words(log: Path) -> str:

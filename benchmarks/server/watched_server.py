@@ -1,6 +1,6 @@
-"""``forerun serve`` with the bundled model, that states the times of its steps, to explain the time between chunks.
+"""``forerun serve`` with the bundled model, that states the times of its steps.
 
-Run as a program, it is ``forerun serve`` with the given options, and answers each line on stdin by a line of JSON:
+As a program, it is ``forerun serve`` with the given options, and answers each line on stdin by a line of JSON:
 ``steps`` by the times of its steps since the last call, ``processor`` by its processor seconds so far.
 """
 
@@ -33,11 +33,10 @@ TEMPLATE = (
 )
 """A chat template for the bundled model, which has none."""
 PARTS = ("computing", "waiting for a processor", "waiting otherwise", "between steps", "delivery")
-"""Of a gap between chunks: processor time of the decoding thread in steps; time in them when it could run but had no
-processor (Linux alone tells); the rest of these steps, when it waits for a lock or another thread; the time without a
-step; and the change in the time from the step's end until the chunk arrives."""
-SLOWEST = 0.01
-"""The share of gaps whose parts are reported."""
+"""Of a gap between chunks: the decoding thread's processor time in steps; its wait for a processor (Linux alone tells);
+the rest of these steps, waiting for a lock or a thread; the time without a step; and the change in the delivery's
+time."""
+SLOWEST = 0.01  # the share of gaps whose parts are reported
 Step = tuple[float, float, float, float, int, int]
 """Beginning, end, processor seconds, seconds in a processor's queue, waits for locks, preemptions."""
 
@@ -135,7 +134,7 @@ class QueueClock:
 
 
 def gap_parts(chunks: Sequence[float], steps: Sequence[Step]) -> list[dict[str, float]]:
-    """Return the parts of each time between chunks, which add up to it (``PARTS``), and what happened in its steps."""
+    """Return the parts of each gap between chunks (``PARTS``), which add up to it, and counts of its steps."""
     ends, found = [step[1] for step in steps], []
     for before, after in pairwise(chunks):
         first, last = bisect_right(ends, before), bisect_right(ends, after)
@@ -151,7 +150,7 @@ def gap_parts(chunks: Sequence[float], steps: Sequence[Step]) -> list[dict[str, 
 
 
 def slowest(streams: Sequence[Sequence[float]], steps: Sequence[Step]) -> dict[str, float]:
-    """Return the mean parts of the slowest gaps of streams, which are given by the times of their chunks."""
+    """Return the mean parts of the slowest gaps of streams, given by the times of their chunks."""
     gaps = sorted((gap for chunks in streams for gap in gap_parts(chunks, steps)), key=lambda gap: gap["seconds"])
     last = gaps[-max(1, round(SLOWEST * len(gaps))) :]
     return {name: sum(gap[name] for gap in last) / len(last) for name in (last[0] if last else ())}

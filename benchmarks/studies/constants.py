@@ -1,7 +1,6 @@
 """``python -m benchmarks constants``: the cases of ``decisions`` with each hand-set constant halved and doubled.
 
-Nothing depends on a machine: the clock is simulated. Every setting runs in a separate process, over a copy of the
-package in which one number is another.
+The clock is simulated. Each setting runs in a separate process, over a copy of the package with one number changed.
 """
 
 from __future__ import annotations
@@ -36,27 +35,20 @@ CONSTANTS = {
     ),
 }
 """Names by file of the package."""
-BELOW_ONE = ("FIRST_GUESS", "MEMORY")
-"""Of these the distance from 1 is halved and doubled."""
+BELOW_ONE = ("FIRST_GUESS", "MEMORY")  # of these the distance from 1 is halved and doubled
 CHECKOUT = Path(__file__).parents[2]
-SEEDS = 3
-"""Worlds of each case."""
-
-
-def rates() -> dict[str, float]:
-    """Return each case's speed over plain decoding, the median of ``SEEDS`` worlds."""
-    return {case.name: float(np.median(speeds(case, case.outline.sources, SEEDS)[0])) for case in cases()}
+SEEDS = 3  # worlds of each case
 
 
 def changed(name: str, text: str, factor: float) -> str:
-    """Return a constant's other value, as written; whole numbers stay whole."""
+    """Return a constant's changed value, as written; integers stay integers."""
     value = float(text)
     other = 1 - (1 - value) * factor if name in BELOW_ONE else value * factor
     return str(other) if "." in text else str(max(1, round(other)))
 
 
 def measured(source: Path, file: str = "", name: str = "", factor: float = 1.0) -> tuple[str, dict[str, float]]:
-    """Return the constant's value, and the rates with it in a copy of the package."""
+    """Return the constant's value and the rates in a copy of the package."""
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(source, Path(folder) / "forerun")
         value = ""
@@ -72,7 +64,7 @@ def measured(source: Path, file: str = "", name: str = "", factor: float = 1.0) 
 
 
 def _set(path: Path, text: str, name: str, factor: float) -> str:
-    """Write a changed constant; names and values of a line may be several."""
+    """Write and return a changed constant; its line may assign several."""
     for line in text.splitlines():
         names, _, values = line.partition(" = ")
         if name in (listed := names.split(", ")) and re.fullmatch(r"[-\d., ]+", values):
@@ -93,7 +85,8 @@ class ConstantsOptions(DebugOptions):
 
 def run(options: ConstantsOptions) -> None:
     if options.once:
-        print(json.dumps(rates()))
+        found = {case.name: speeds(case, case.outline.sources, SEEDS)[0] for case in cases()}
+        print(json.dumps({name: float(np.median(each)) for name, each in found.items()}))
         return
     source = Path(forerun.__file__).parent
     _, base = measured(source)

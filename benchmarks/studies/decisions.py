@@ -1,8 +1,7 @@
 """``python -m benchmarks decisions``: what the planner decides on a simulated clock, beside each source alone.
 
-Batches of texts that drafts foresee in part: short ones, in which SmolLM2's costs leave little to gain, and long ones,
-in which chains of a sparse cache pay. Speed over plain decoding, median and worst of ten seeds, and the ledger's own
-account of what was lost.
+Batches of short requests, in which SmolLM2's costs leave little to gain, and of long ones, in which chains over a
+sparse cache pay. Speed over plain decoding, median and worst seed, and the losses by the ledger's own account.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from forerun.policy.cost_curve import CostCurve
 SHORT = CostCurve(
     (1, 2, 8, 16, 32, 64), (1.0, 1.0, 1.078, 1.582, 2.846, 5.374), (1, 2), (0.0, 0.0), 0.0063, unit=0.01087
 )
-"""SmolLM2 in bfloat16 on two cores, short texts."""
+"""SmolLM2 in bfloat16 on two cores, short requests."""
 LONG = CostCurve((1, 2), (1.0, 1.002), unit=1 / 1.03)
-"""A model of which a pass takes its weights' time, however many tokens it reads."""
+"""A model whose passes cost the reading of its weights, however many tokens they have."""
 
 Foresees = Callable[[int, int], bool]
 States = Callable[[int, int], float]
@@ -48,7 +47,7 @@ class DecisionOptions(DebugOptions):
 
 
 def at_random(seed: int, low: float, high: float) -> tuple[Foresees, States]:
-    """Return drafts that are accepted at a private rate of each row, and state it."""
+    """Return drafts that are accepted at a rate drawn for each row, and state it."""
     rates: dict[int, float] = {}
 
     def rate(row: int, place: int) -> float:
@@ -58,7 +57,7 @@ def at_random(seed: int, low: float, high: float) -> tuple[Foresees, States]:
 
 
 def quotes(seed: int, rows: int, share: float) -> tuple[Foresees, States]:
-    """Return drafts for rows of which the first ``rows`` quote a share of their passages of 16 tokens."""
+    """Return drafts where the first ``rows`` rows quote a share of their passages of 16 tokens."""
 
     def hits(row: int, place: int) -> bool:
         passage = uniform(seed * 1000 + row, place // 16, Salt.DRAFT) < share
@@ -97,7 +96,6 @@ def long_case(rows: int, quoting: int, accepted: float, drafting: float) -> Case
 
 
 def cases() -> Iterator[Case]:
-    """Yield all cases of the table."""
     for rows in (1, 4, 16):
         yield short_case(rows, "drafts right at 5 to 20 %", lambda seed: at_random(seed, 0.05, 0.2), False)
         yield short_case(rows, "drafts right at 10 to 50 %", lambda seed: at_random(seed, 0.1, 0.5), False)
@@ -109,7 +107,7 @@ def cases() -> Iterator[Case]:
 
 
 def speeds(case: Case, sources: str, seeds: int) -> tuple[list[float], float]:
-    """Return speed over plain decoding for each seed, and the most that the ledger says was lost, in plain passes."""
+    """Return the speed over plain decoding for each seed, and the ledger's largest loss, in plain passes."""
     found, lost = [], 0.0
     for seed in range(seeds):
         world, outline = case.world(seed), replace(case.outline, sources=sources)

@@ -1,8 +1,7 @@
 """``python -m benchmarks edit``: one edit of a code file, without drafts and with ``auto``, drawn over its answer.
 
-A model that edits a file repeats most of it, so drafts from the prompt are right for whole lines, and wrong where the
-answer says something new: the speed of one answer varies. Both decode the same prompt in turns, each time with a new
-drafter that knows only the prompt (cold). A line is the median of the rounds at that place, its band their range.
+Drafts from the prompt are accepted where the answer repeats the file and rejected where it says something new. Both
+decode the prompt in turns, each time with a new drafter. A line is the median of the rounds, its band their range.
 """
 
 from __future__ import annotations
@@ -11,18 +10,20 @@ import bisect
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated
 
 from benchmarks.reporting import plots
 from benchmarks.reporting.plots import Line
-from benchmarks.reporting.study_report import Report, deliver, listing
+from benchmarks.reporting.study_report import Report, listing
+from benchmarks.reporting.turns import in_turns
 from forerun.bench.disturbance import BUSY, LoadMeter
-from forerun.bench.machine import Row, plain_values
+from forerun.bench.machine import Row
 from forerun.bench.prompts_file import TemplateEncoder, check_length
 from forerun.bench.report import COLOURS, figure
-from forerun.bench.rounds import UNTIMED_TOKENS, rotated
+from forerun.bench.rounds import UNTIMED_TOKENS
 from forerun.cli.models import load_target
 from forerun.cli.options import MaxNewTokens, ModelOptions, Out, OutputOptions, Rounds, option
 from forerun.cli.terminal import progress_bar, stderr
@@ -33,7 +34,7 @@ from forerun.models.forward.inputs import position_limit
 
 DRAFTERS = ("none", "auto")
 WINDOW = 32
-"""Tokens over which a speed is taken: three lines of code. With 16 single steps show, with 64 few changes."""
+"""Tokens over which a speed is averaged: three lines of code. With 16, single steps show; with 64, few changes do."""
 COLUMNS = {
     "drafter": "drafter", "tokens_per_second": "tokens/s", "slowest": "slowest", "fastest": "fastest",
     "tokens_per_step": "tokens per step", "tokens": "tokens", "others": "used by other processes",
@@ -47,9 +48,7 @@ class EditOptions(OutputOptions, ModelOptions):
     Speeds are those after the first token. Writes JSON, Markdown and plots.
     """
 
-    file: Annotated[
-        Path | None, option(panel="Text", help="The code; default: Python's bisect.py.", exists=True, dir_okay=False)
-    ] = None
+    file: Annotated[Path | None, option(panel="Text", help="Default: Python's bisect.py.", exists=True)] = None
     instruction: Annotated[str, option(panel="Text", help="What to change.")] = "Add type hints to this Python file."
     rounds: Rounds = 5
     max_new_tokens: MaxNewTokens = 512
@@ -62,14 +61,8 @@ class EditOptions(OutputOptions, ModelOptions):
 
 @dataclass(frozen=True)
 class Answer:
-    """One run.
-
-    Attributes:
-        tokens: generated.
-        seconds: when each was committed, since the first.
-        steps: the number of the step that committed each, from 0.
-        others: share of the processors' time that other processes used; None if unknown.
-    """
+    """The tokens of a run; when each was committed, in seconds since the first; the step that committed it, from 0; and
+    ``others``, see ``Load``."""
 
     tokens: Sequence[int]
     seconds: Sequence[float]
@@ -78,21 +71,19 @@ class Answer:
 
     @property
     def tokens_per_second(self) -> float:
-        """After the first token."""
         return (len(self.tokens) - 1) / self.seconds[-1]
 
     @property
     def tokens_per_step(self) -> float:
-        """After the first token, which the prompt's step commits."""
+        """Without the first token, which the prompt's step commits."""
         return (len(self.tokens) - 1) / self.steps[-1]
 
     def before(self, begin: int, end: int) -> int:
-        """The last token up to ``begin`` that an earlier step than ``end``'s committed."""
+        """Return the last token up to ``begin`` that an earlier step than ``end``'s committed."""
         return begin if self.steps[begin] < self.steps[end] else self.steps.index(self.steps[end]) - 1
 
 
 def answer(engine: Engine, drafter: str, prompt: list[int], max_new_tokens: int) -> Answer:
-    """Decode a prompt greedily with a new drafter of this name."""
     engine.set_drafter(drafter)
     meter, tokens, seconds, steps = LoadMeter(), list[int](), list[float](), list[int]()
     for step, commit in enumerate(engine.stream(prompt, max_new_tokens=max_new_tokens, do_sample=False)):
@@ -103,22 +94,15 @@ def answer(engine: Engine, drafter: str, prompt: list[int], max_new_tokens: int)
     return Answer(tokens, [each - seconds[0] for each in seconds], steps, meter.stop().others)
 
 
-def in_turns(
+def measure(
     engine: Engine, prompt: list[int], rounds: int, max_new_tokens: int, progress: Callable[[int, int], None]
 ) -> dict[str, list[Answer]]:
-    """Let both drafters answer in each round, in an order that rotates.
-
-    Raises:
-        ValueError: if an answer is too short to draw.
-        AssertionError: if an answer differs.
-    """
+    """Let both drafters answer in turns; raise ValueError for an answer too short to draw, AssertionError if one
+    differs."""
     for name in DRAFTERS:
         answer(engine, name, prompt, UNTIMED_TOKENS)
-    found: dict[str, list[Answer]] = {name: [] for name in DRAFTERS}
-    for turn in range(rounds):
-        progress(turn, rounds)
-        for name in rotated(list(DRAFTERS), turn):
-            found[name].append(answer(engine, name, prompt, max_new_tokens))
+    works = {name: partial(answer, engine, name, prompt, max_new_tokens) for name in DRAFTERS}
+    found = in_turns(works, rounds, progress)
     texts = [each.tokens for answers in found.values() for each in answers]
     if len(texts[0]) <= 2 * WINDOW:
         raise ValueError(f"the answer has {len(texts[0])} tokens, too few to draw; change --instruction or --file")
@@ -128,7 +112,7 @@ def in_turns(
 
 
 def over_the_answer(name: str, answers: Sequence[Answer], measure: Callable[[Answer, int, int], float]) -> Line:
-    """A line with a value for each window of the answer, at the window's last token."""
+    """Return a line with a value for each window of the answer, at the window's last token."""
     ends = range(WINDOW, len(answers[0].tokens))
     values = [[measure(each, each.before(end - WINDOW, end), end) for each in answers] for end in ends]
     return Line(name, ends, [*map(median, values)], [*map(min, values)], [*map(max, values)])
@@ -143,19 +127,15 @@ def per_step(each: Answer, begin: int, end: int) -> float:
 
 
 def summaries(found: dict[str, list[Answer]]) -> Iterator[Row]:
-    """A row for each drafter, by the medians of the rounds."""
     for name, answers in found.items():
         speeds = [each.tokens_per_second for each in answers]
         others = [each.others for each in answers if each.others is not None]
         yield {
-            "drafter": name,
-            "tokens_per_second": round(median(speeds), 1),
-            "slowest": round(min(speeds), 1),
+            "drafter": name, "tokens_per_second": round(median(speeds), 1), "slowest": round(min(speeds), 1),
             "fastest": round(max(speeds), 1),
             "tokens_per_step": round(median(each.tokens_per_step for each in answers), 2),
-            "tokens": len(answers[0].tokens),
-            "others": round(median(others), 2) if others else None,
-        }
+            "tokens": len(answers[0].tokens), "others": round(median(others), 2) if others else None,
+        }  # fmt: skip
 
 
 def draw(path: Path, report: Report, rows: Sequence[Row], found: dict[str, list[Answer]], busy: bool) -> None:
@@ -189,11 +169,11 @@ def run(options: EditOptions) -> None:
     check_length(len(prompt), position_limit(model), options.max_new_tokens)
     engine = Engine(model, "none", tokenizer=tokenizer)
     with progress_bar(stderr(), "measuring") as progress:
-        found = in_turns(engine, prompt, options.rounds, options.max_new_tokens, progress)
+        found = measure(engine, prompt, options.rounds, options.max_new_tokens, progress)
     rows = list(summaries(found))
-    report = Report("A code edit", plain_values(options) | {"dtype": dtype_name(model), "prompt_tokens": len(prompt)})
+    report = Report.of("A code edit", options, "edit", dtype=dtype_name(model), prompt_tokens=len(prompt))
     busy = max(row["others"] or 0 for row in rows) > BUSY
     warning = "Other processes were busy meanwhile: speeds do not count, tokens per step do.\n" if busy else ""
     report.add("edit", f"{file.name}: {options.instruction}", rows, warning, listing(rows, COLUMNS))
     report.plot("picture", lambda path: draw(path, report, rows, found, busy))
-    deliver(report, options.out, "edit", options.json)
+    report.end()

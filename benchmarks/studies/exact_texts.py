@@ -1,8 +1,7 @@
 """``python -m benchmarks exact-texts``: how many outputs differ, in any token, between any drafter and none.
 
 Every recipe, alone and in batches of ragged rows, greedy and at two temperatures, after prompts of 5 to 6,000 tokens.
-Each prompt or batch is written to --out and not run again; what --out has must be of the same model, lengths and
-sources. The last line printed is one JSON object of counts. Exit status 1 if an output differs.
+What --out has is not run again. The last line printed is one JSON object of counts. Exit status 1 if an output differs.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -40,14 +39,12 @@ FAR = ("triforce", "triforce-trie", "triforce-auto", "low-rank", "retrieval", "t
 
 @dataclass(frozen=True, kw_only=True)
 class ExactTextsOptions(DebugOptions):
-    """How many texts differ, bit for bit, between any drafter and none: the promise counted on real models."""
+    """How many outputs differ, in any token, between any drafter and none."""
 
     out: Annotated[Path, typer.Option(help="JSON lines; what is in it is not run again.")]
     model: Model = BUNDLED
     dtype: Annotated[Literal["float32", "bfloat16", "float64"], typer.Option(help="Of the weights.")] = "bfloat16"
-    text: Annotated[Path | None, typer.Option(help="Where prompts are cut from; by default Python's own library.")] = (
-        None
-    )
+    text: Annotated[Path | None, typer.Option(help="Where prompts are cut from; else Python's library.")] = None
     max_new_tokens: Annotated[int, typer.Option(help="Per text.")] = 32
     cache_budget: Annotated[int, typer.Option(help="Tokens in a sparse cache.")] = 64
     prompts: Annotated[int, typer.Option(help="Of each length.")] = 1
@@ -56,7 +53,9 @@ class ExactTextsOptions(DebugOptions):
 def run(options: ExactTextsOptions) -> None:
     model, tokenizer = load(options.model, options.dtype)
     draft = load_draft("bundled-draft", model, tokenizer) if options.model == BUNDLED else None
-    corpus = _corpus(options.text)
+    names = ("decoder", "encoder", "scanner", "__init__")
+    files = [options.text] if options.text else [Path(json.__file__).with_name(f"{name}.py") for name in names]
+    corpus = "\n".join(file.read_text() for file in files)
     journal = _journal(options, corpus, str(model.device))
     text = [int(token) for token in tokenizer(corpus)["input_ids"]]
     settings = LongContextConfig(draft_model=draft, cache_budget=options.cache_budget, paced=False, gamma2=6)
@@ -70,7 +69,7 @@ def run(options: ExactTextsOptions) -> None:
         return output
 
     def outputs(name: str, prompts: list[list[int]], temperature: float) -> list[Row]:
-        """Compare each prompt's output with a drafter, in one batch, with that of the prompt alone without one."""
+        """Compare a batch's outputs with a drafter with those of each prompt alone without one."""
         expected = [plain(tuple(prompt), temperature) for prompt in prompts]
         engine.set_drafter(name, settings)
         found, stats = _generated(engine, prompts, temperature, options)
@@ -106,26 +105,19 @@ def _generated(
 
 
 def _journal(options: ExactTextsOptions, corpus: str, device: str) -> Journal:
-    """Open what --out has; raise a ValueError if it is of another model, text or version."""
+    """Open what --out has; raise ValueError if it is of another model, text or version."""
     own: Row = {"max_new_tokens": options.max_new_tokens, "cache_budget": options.cache_budget}
     own |= {"text": hashlib.sha256(corpus.encode()).hexdigest()[:16]}
     return Journal(options.out, about(options.model, options.dtype, device) | own, resume=True)
 
 
-def _corpus(path: Path | None) -> str:
-    if path is not None:
-        return path.read_text()
-    names = ("decoder", "encoder", "scanner", "__init__")
-    return "\n".join(Path(json.__file__).with_name(f"{name}.py").read_text() for name in names)
+Cell = tuple[tuple[int, float, str], list[list[int]], float]
 
 
-def _cells(
-    name: str, text: Sequence[int], options: ExactTextsOptions
-) -> Iterator[tuple[tuple[Any, ...], list[list[int]], float]]:
-    """Yield prompts, alone and in a batch, and temperatures, with a name for each."""
-    lengths = (*SHORT, *(LONG if name in FAR else ()))
+def _cells(name: str, text: Sequence[int], options: ExactTextsOptions) -> Iterator[Cell]:
+    """Yield names, prompts, alone and in a batch, and temperatures."""
     for turn, temperature in product(range(options.prompts), TEMPERATURES):
-        for length in lengths:
+        for length in (*SHORT, *(LONG if name in FAR else ())):
             yield (turn, temperature, str(length)), [_cut(text, length, turn)], temperature
         yield (turn, temperature, "batch"), [_cut(text, length, turn) for length in BATCH], temperature
 

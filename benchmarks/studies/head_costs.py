@@ -1,8 +1,8 @@
 """``python -m benchmarks heads``: what a trained head costs, in plain passes of its target.
 
-Weights are random, of the shapes of published models: an EAGLE-3 head of the target's width that uses the target's
-output matrix, as the layers do that come in checkpoints (MTP). The target has attention in all layers, and few of them:
-passes of one and of ``SLOPE_LAYERS`` layers say what each further layer costs. All takes turns, and medians count.
+Weights are random, of the shapes of published models: an EAGLE-3 head of the target's width over the target's output
+matrix, as MTP layers have it. Targets have attention in all layers, and few of them: passes of one and of
+``SLOPE_LAYERS`` layers give the cost of each further layer. All take turns; medians count.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated
@@ -22,9 +23,9 @@ from safetensors.torch import save_file
 
 from benchmarks.capacity.shapes import ModelShape, random_model
 from benchmarks.reporting.common_options import ListOptions, list_option, names_of
-from benchmarks.reporting.study_report import Report, deliver, listing
-from forerun.bench.machine import Row, plain_values
-from forerun.bench.rounds import rotated
+from benchmarks.reporting.study_report import Report, listing
+from benchmarks.reporting.turns import in_turns
+from forerun.bench.machine import Row
 from forerun.cli.options import Out, OutputOptions, Rounds
 from forerun.cli.terminal import progress_bar, stderr
 from forerun.core.block import Block
@@ -34,17 +35,16 @@ from forerun.kv.full_cache import FullCache
 from forerun.models.forward import gate
 from forerun.models.forward.scorer import Scorer
 from forerun.models.forward.static_lists import LISTED_TOKENS
-from forerun.models.heads.head import Growth, Head, HeadSequence
+from forerun.models.heads.head import Growth, Head
 from forerun.models.heads.loading import load_head
 from forerun.models.heads.shortlist import OWN_TOKENS, Shortlist
 
 MODELS = {name: ModelShape.parse(name) for name in ("qwen3.5-0.8b", "qwen3.5-4b", "qwen3.5-9b", "gemma-4-e2b")}
-"""Output matrices share memory with the embeddings here: that changes no time."""
+"""Output matrices share memory with the embeddings: that changes no time."""
 SLOPE_LAYERS = 3
 CONTEXT = 64
-"""Tokens before a pass; 512 rather cost more of a target with attention in all layers than of its head."""
-NAMED_TOKENS = 2048
-"""Tokens that static lists are taken to name beyond the first ones."""
+"""Tokens before a pass. With 512, attention in all layers would make plain passes too expensive."""
+NAMED_TOKENS = 2048  # tokens that static lists name beyond the first ones, assumed
 COLUMNS = {
     "model": "shape", "matrix": "logits over", "plain_ms": "plain pass, ms", "read": "read a token",
     "level": f"level of {WIDTH} nodes", "tree": "tree of 6 levels",
@@ -90,15 +90,6 @@ def random_head(shape: ModelShape, layers: int, folder: Path) -> Head:
     return load_head(folder)
 
 
-@dataclass
-class Work:
-    """Something to measure, and the seconds of its runs."""
-
-    name: str
-    run: Callable[[], float]
-    seconds: list[float] = field(default_factory=list)
-
-
 class HeadCosts:
     """Plain passes of two targets of a shape, and its head with all logits and over a shortlist."""
 
@@ -114,26 +105,23 @@ class HeadCosts:
         self.head.output.shorten(np.arange(LISTED_TOKENS + NAMED_TOKENS))
         self._rng = np.random.default_rng(0)
         self._tokens = self._rng.integers(0, shape.vocabulary, CONTEXT + 1)
-        self._sequence, self._end = self._read_sequence(), CONTEXT
+        self._sequence, self._end = self.head.open(FullCache()), CONTEXT
+        self.head.record(self._sequence, self._tokens, 0, self._states(CONTEXT))
+        self.head.read([self._sequence])
         self.shortlist = Shortlist(self.head.output)
         self.shortlist.add(np.arange(shape.vocabulary - OWN_TOKENS // 2, shape.vocabulary))
-
-    def _read_sequence(self) -> HeadSequence:
-        sequence = self.head.open(FullCache())
-        self.head.record(sequence, self._tokens, 0, self._states(CONTEXT))
-        self.head.read([sequence])
-        return sequence
 
     def _states(self, count: int) -> torch.Tensor:
         return torch.randn(count, 3 * self.shape.hidden, dtype=torch.float32)
 
-    def works(self) -> Iterator[Work]:
-        for layers, target in self.targets.items():
-            yield Work(f"pass {layers}", self._plain(target))
-        yield Work("read", self._read)
+    def works(self) -> dict[str, Callable[[], float]]:
+        """Return what is timed, by name; each returns its seconds."""
+        found = {f"pass {layers}": self._plain(target) for layers, target in self.targets.items()}
+        found["read"] = self._read
         for name, shortlist in (("all", None), ("shortlist", self.shortlist)):
-            yield Work(f"level {name}", lambda shortlist=shortlist: self._level(shortlist, 1))  # type: ignore[misc]
-            yield Work(f"tree {name}", lambda shortlist=shortlist: self._level(shortlist, self.head.levels))  # type: ignore[misc]
+            found[f"level {name}"] = partial(self._level, shortlist, 1)
+            found[f"tree {name}"] = partial(self._level, shortlist, self.head.levels)
+        return found
 
     def _plain(self, target: Scorer) -> Callable[[], float]:
         cache = target.adopt(FullCache())
@@ -159,11 +147,10 @@ class HeadCosts:
         return self._clock() - began
 
     def _level(self, shortlist: Shortlist | None, levels: int) -> float:
-        """Time the root's logits and those of further levels; of a single level, that one alone."""
-        sequence = self._sequence
-        sequence.shortlist = shortlist
+        """Time the root's logits and those of further levels; a single level is timed alone."""
+        self._sequence.shortlist = shortlist
         began = self._clock()
-        growths, logits = self.head.start([sequence])
+        growths, logits = self.head.start([self._sequence])
         float(logits[-1, -1])
         for level in range(max(levels - 1, 1)):
             if levels == 1:
@@ -179,31 +166,25 @@ class HeadCosts:
 
 @torch.inference_mode()
 def measure(name: str, rounds: int, clock: Callable[[], float] = time.perf_counter) -> list[Row]:
-    """Return rows of a shape: with all logits, and over a shortlist. Costs are in plain passes."""
-    shape = MODELS[name]
+    """Return a row for all logits, and one for a shortlist; costs are in plain passes."""
+    shape, rows = MODELS[name], list[Row]()
     with tempfile.TemporaryDirectory() as folder:
-        works = list(HeadCosts(shape, Path(folder), clock).works())
-    for turn in range(rounds + 1):
-        for work in rotated(works, turn):
-            work.seconds.append(work.run())
-    times = {work.name: median(work.seconds[1:]) for work in works}
+        works = HeadCosts(shape, Path(folder), clock).works()
+    times = {name: median(seconds[1:]) for name, seconds in in_turns(works, rounds + 1).items()}
     each = (times[f"pass {SLOPE_LAYERS}"] - times["pass 1"]) / (SLOPE_LAYERS - 1)
     plain = times["pass 1"] + (shape.layers - 1) * each
     shared: Row = {"model": name, "plain_ms": 1000 * plain, "layer_ms": 1000 * each}
-    return [
-        shared
-        | {"matrix": matrix, "read": times["read"] / plain}
-        | {part: times[f"{part} {matrix}"] / plain for part in ("level", "tree")}
-        for matrix in ("all", "shortlist")
-    ]
+    for matrix in ("all", "shortlist"):
+        costs = {part: times[f"{part} {matrix}"] / plain for part in ("level", "tree")}
+        rows.append(shared | {"matrix": matrix, "read": times["read"] / plain} | costs)
+    return rows
 
 
 def run(options: HeadsOptions) -> None:
-    report, rows = Report("What a trained head costs", plain_values(options)), list[Row]()
-    wanted = options.names
+    report, rows = Report.of("What a trained head costs", options, "heads"), list[Row]()
     with progress_bar(stderr(), "measuring") as show:
-        for done, name in enumerate(wanted):
-            show(done, len(wanted))
+        for done, name in enumerate(options.names):
+            show(done, len(options.names))
             rows += measure(name, options.rounds)
     said = (
         f"In plain passes of the target, scaled up from passes of 1 and {SLOPE_LAYERS} layers after {CONTEXT} tokens. "
@@ -211,4 +192,4 @@ def run(options: HeadsOptions) -> None:
         f"and {OWN_TOKENS // 2:,} of the sequence's own.\n"
     )
     report.add("heads", "In plain passes", rows, said, listing(rows, COLUMNS))
-    deliver(report, options.out, "heads", options.json)
+    report.end()

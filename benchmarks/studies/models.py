@@ -25,8 +25,7 @@ from forerun.cli.terminal import progress_bar, stderr
 from forerun.models.heads.mtp import TRANSFORMERS_NAME
 
 Row = dict[str, str]
-REASON = re.compile(r"refused\[(.*?)\]")
-"""A trial that was refused, with why."""
+REASON = re.compile(r"refused\[(.*?)\]")  # a trial that was refused, with why
 TESTS = Path(__file__).parents[2] / "tests"
 PAGE = Path(__file__).parents[2] / "docs" / "results" / "models.md"
 COLUMNS = {
@@ -36,7 +35,7 @@ COLUMNS = {
 }  # fmt: skip
 TRIALS = ("float32", "bfloat16", "trie", "draft model", "store", "offload")
 PATHS = ("program", "recurrent", "hooks", "refused")
-"""Where models of one shape take different paths, as their sizes differ, the first of these is shown."""
+"""Where models of one family take different paths, the first of these is shown."""
 HEAD = """# Models, all results
 
 Measured on {date} on {machine}, with transformers {transformers} and torch {torch}; the [short form](../models.md).
@@ -77,7 +76,7 @@ class ModelsOptions(DebugOptions):
 
 
 def run(options: ModelsOptions) -> None:
-    """Write the page. Engines draft by a fixed cost curve, since times of models so small say nothing."""
+    """Write the page. Engines use a fixed cost curve: times of models so small say nothing."""
     sys.path.append(str(TESTS))
     from support.fixed_runtime import fixed_runtime
     from support.model_trials import BITS, bits, look, refusals, texts, variants
@@ -111,7 +110,7 @@ def merged(found: Sequence[Row]) -> list[Row]:
 
 
 def _together(results: Sequence[tuple[str, str]]) -> str:
-    """Return what came of a trial for all shapes; those that differ from the first one are named."""
+    """Return a trial's result for all shapes; those that differ from the first are named."""
     if not results:
         return "-"
     first = results[0][1]
@@ -120,7 +119,7 @@ def _together(results: Sequence[tuple[str, str]]) -> str:
 
 
 def own_drafter(kind: str) -> str:
-    """Return what models of a family bring to draft with, of what is supported."""
+    """Return the supported drafter that comes with models of a family."""
     from support.qwen_mtp import FAMILIES
 
     kind = kind.removesuffix("_text")
@@ -131,7 +130,7 @@ def own_drafter(kind: str) -> str:
 
 
 def _also(kind: str) -> str:
-    """Return what tests of their own run a family as, by their lists."""
+    """Return what other tests cover for a family."""
     from support.gguf_hybrids import FAMILIES
     from test_as_stored import MIXTURES, NAMES
     from test_parallel import RECIPE_CASES
@@ -144,24 +143,10 @@ def page(rows: Sequence[Row], refused: Mapping[str, str]) -> str:
     reasons = sorted({why for row in rows for name in TRIALS for why in REASON.findall(row[name])})
     shown = [row | {name: REASON.sub("refused", row[name]) for name in TRIALS} for row in rows]
     here = machine()
-    head = HEAD.format(
-        date=date.today().isoformat(),
-        machine=f"{here['processor']}, {here['cores']} cores",
-        transformers=transformers.__version__,
-        torch=torch.__version__.partition("+")[0],
-    )
+    versions = {"transformers": transformers.__version__, "torch": torch.__version__.partition("+")[0]}
+    cores = f"{here['processor']}, {here['cores']} cores"
+    head = HEAD.format(date=date.today().isoformat(), machine=cores, **versions)
     notes = NOTES.format(reasons="; ".join(f'"{why}"' for why in reasons))
     whys = [{"type": name, "why": why} for name, why in refused.items()]
     refusals = listing(whys, {"type": "family", "why": "why"})
     return head + listing(shown, COLUMNS) + notes + REFUSED_HEAD + refusals
-
-
-def read(text: str) -> tuple[list[Row], dict[str, str]]:
-    works, _, refused = text.partition(REFUSED_HEAD)
-    rows = [dict(zip(COLUMNS, cells, strict=True)) for cells in _cells(works)]
-    return rows, {cells[0]: cells[1] for cells in _cells(refused)}
-
-
-def _cells(text: str) -> list[list[str]]:
-    lines = [line for line in text.splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[1:]]

@@ -1,9 +1,7 @@
-"""``python -m benchmarks passes``: the time of passes over 1 to 64 tokens, Forerun's and the model's own, compared with
-the machine's own speeds.
+"""``python -m benchmarks passes``: passes over 1 to 64 tokens, Forerun's and the model's own.
 
-Everything is measured in turns in one process, in an order that rotates from round to round, so that disturbances of
-the machine affect all of it. Decoding is bound by reading the weights. A pass over several tokens that reads them once
-costs little more than a pass over one; that is why drafts pay.
+Decoding is bound by reading the weights. A pass over several tokens that reads them once costs little more than a pass
+over one; that is why drafts pay. All take turns in one process.
 """
 
 from __future__ import annotations
@@ -23,9 +21,9 @@ from transformers import DynamicCache, PreTrainedModel
 from benchmarks.reporting import plots
 from benchmarks.reporting.common_options import ListOptions, list_option, names_of, numbers_of
 from benchmarks.reporting.plots import Frame
-from benchmarks.reporting.study_report import Report, deliver, listing
-from forerun.bench.machine import Row, plain_values
-from forerun.bench.rounds import rotated
+from benchmarks.reporting.study_report import Report, listing
+from benchmarks.reporting.turns import in_turns
+from forerun.bench.machine import Row
 from forerun.cli.options import AnyTypeModelOptions, Dtype, Out, OutputOptions, Rounds, option
 from forerun.cli.terminal import progress_bar, stderr
 from forerun.core.block import Block
@@ -35,15 +33,12 @@ from forerun.models.forward.architecture import STORED, dtype_name
 from forerun.models.forward.inputs import position_limit
 from forerun.models.loading.load import ACTIVATION_TYPES, load
 
-BUFFER = 1 << 30
-"""Bytes of the buffer: many times a processor's caches."""
-SIDE = 1024
-"""Rows and columns of the multiplied matrices: more are no faster."""
+BUFFER = 1 << 30  # bytes that are read for the bandwidth: many times a processor's caches
+SIDE = 1024  # rows and columns of the multiplied matrices; larger ones are no faster
 FORERUN, TRANSFORMERS, MEMORY, MATMUL = "forerun", "transformers", "memory", "torch's matmul"
 PEAKS = {"float32": torch.float32, "bfloat16": torch.bfloat16, STORED: torch.int8}
-"""The arithmetic that bounds a pass, by the type of the weights; others have none here."""
-THEIR_SIZES = (1, 8)
-"""Sizes of the model's own passes, in tokens."""
+"""The arithmetic that bounds a pass, by the type of the weights."""
+THEIR_SIZES = (1, 8)  # tokens of the model's own passes
 DTYPES = get_args(Dtype)
 TIMES = {"dtype": "dtype", "who": "by", "tokens": "tokens", "milliseconds": "ms", "fastest": "fastest",
          "slowest": "slowest"}  # fmt: skip
@@ -75,22 +70,21 @@ class PassesOptions(ListOptions, OutputOptions, AnyTypeModelOptions):
 def run(options: PassesOptions) -> None:
     plots.check()
     some: dict[str, Any] = {"device": options.device, "trust_remote_code": options.trust_remote_code}
-    models = [
-        load(options.model, dtype, activations=activations, **some)[0]
-        for dtype in dict.fromkeys(options.types)
-        for activations in (options.activation_types if dtype == STORED else ["auto"])
-    ]
+    models = list[PreTrainedModel]()
+    for dtype in dict.fromkeys(options.types):
+        types = options.activation_types if dtype == STORED else ["auto"]
+        models += [load(options.model, dtype, activations=each, **some)[0] for each in types]
     prompts = sorted(filter(None, options.prompts))
     sizes = PassSizes(sorted({1, *options.sizes}), options.context, prompts, options.rounds)
     with progress_bar(stderr(), "measuring") as progress:
         rows = measure(models, sizes, progress=progress)
-    report = Report("What passes cost", plain_values(options))
+    report = Report.of("What passes cost", options, "passes")
     add_passes(report, rows, options.context)
-    deliver(report, options.out, "passes", options.json)
+    report.end()
 
 
 class BufferReader:
-    """Sums a buffer of 64-bit integers, which need the least arithmetic, with all of torch's threads."""
+    """Sums 64-bit integers, which need the least arithmetic, with all of torch's threads."""
 
     def __init__(self, device: torch.device, size: int = BUFFER) -> None:
         self._buffer = torch.ones(max(1, size // 8), dtype=torch.int64, device=device)
@@ -101,11 +95,9 @@ class BufferReader:
 
 
 class Multiplier:
-    """Multiplies two square matrices of ``dtype`` that fit into caches, by torch's fastest product; those of int8 are
-    summed as int32."""
+    """Multiplies two square matrices that fit into caches, by torch's fastest product; int8 is summed as int32."""
 
-    operations = 2 * SIDE**3
-    """Multiplications and additions in one call."""
+    operations = 2 * SIDE**3  # multiplications and additions of a call
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._matrix = torch.ones(SIDE, SIDE, dtype=dtype, device=device)
@@ -116,14 +108,14 @@ class Multiplier:
 
 
 def weight_operations(model: PreTrainedModel) -> int:
-    """Multiplications and additions with the weights of linear layers, per token; attention and experts not counted."""
+    """Count multiplications and additions of a token in linear layers, without attention and experts."""
     sizes = ((getattr(module, "in_features", 0), getattr(module, "out_features", 0)) for module in model.modules())
     return 2 * sum(inputs * outputs for inputs, outputs in sizes)
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of weights that a pass over one token reads: all, except an input embedding used only for look-ups, and
-    experts that the token does not use. A pass over several tokens reads more experts."""
+    """Count the bytes of weights that a pass over one token reads: all, except an input embedding that is only looked
+    up in, and experts that the token does not use."""
     used = getattr(model.config.get_text_config(decoder=True), "num_experts_per_tok", None)
     found = {
         weight.data_ptr(): weight.nbytes * used // len(weight) if used and ".experts." in name else weight.nbytes
@@ -138,7 +130,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 @dataclass(frozen=True)
 class PassSizes:
-    """Tokens of the passes, of the cache before them, and of prompts; rounds, and bytes to read for the bandwidth."""
+    """Tokens of passes, of the cache before them, and of prompts; rounds, and bytes to read for the bandwidth."""
 
     passes: Sequence[int]
     context: int
@@ -148,14 +140,15 @@ class PassSizes:
 
     @property
     def longest(self) -> int:
-        """The number of positions that the model must have."""
         return max([self.context + max([*self.passes, *THEIR_SIZES]), *self.prompts])
 
 
 @dataclass
 class Work:
-    """A ``pass``, ``prompt``, ``read`` or ``multiply`` that must read ``nbytes`` of memory and needs ``operations``
-    with weights, and the seconds of its runs."""
+    """A ``pass``, ``prompt``, ``read`` or ``multiply`` that reads ``nbytes`` and needs ``operations``, and its seconds.
+
+    ``undo`` cuts off what a run appended to a cache.
+    """
 
     dtype: str
     who: str
@@ -167,12 +160,12 @@ class Work:
     operations: int = 0
     seconds: list[float] = field(default_factory=list)
 
-    def once(self, clock: Callable[[], float]) -> None:
-        """Time a run, and undo its effect on the cache."""
+    def once(self, clock: Callable[[], float]) -> float:
         begin = clock()
         self.run()
-        self.seconds.append(clock() - begin)
+        seconds = clock() - begin
         self.undo()
+        return seconds
 
 
 @torch.inference_mode()
@@ -182,17 +175,11 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Row]:
-    """Return one row per kind of work; ``models`` are one model in the types to compare.
-
-    Raises:
-        ValueError: if the model has too few positions.
-    """
+    """Return a row for each work; ``models`` are one model in the types to compare. Raise ValueError if it has too few
+    positions."""
     limit = position_limit(models[0])
     if limit is not None and sizes.longest > limit:
-        raise ValueError(
-            f"{sizes.longest} tokens are to be measured and the model has {limit} positions; shorten --context, "
-            "--passes or --prompt-tokens"
-        )
+        raise ValueError(f"{sizes.longest} tokens are to be measured and the model has {limit} positions")
     reader = BufferReader(models[0].device, sizes.buffer)
     works = [Work("-", MEMORY, "read", 0, reader.nbytes, reader)]
     for name in dict.fromkeys(map(dtype_name, models)):
@@ -200,10 +187,9 @@ def measure(
             multiplier = Multiplier(PEAKS[name], models[0].device)
             works.append(Work(name, MATMUL, "multiply", 0, 0, multiplier, operations=multiplier.operations))
     works += [work for model in models for work in _works(model, sizes)]
-    for turn in range(sizes.rounds + 1):
-        progress(turn, sizes.rounds + 1)
-        for work in rotated(works, turn):
-            work.once(clock)
+    runs = {number: functools.partial(work.once, clock) for number, work in enumerate(works)}
+    for number, seconds in in_turns(runs, sizes.rounds + 1, progress).items():
+        works[number].seconds = seconds
     return summarise(works)
 
 
@@ -217,15 +203,14 @@ def _works(model: PreTrainedModel, sizes: PassSizes) -> Iterator[Work]:
     for count, run, undo in _their_passes(model, text, sizes.context):
         yield Work(dtype, TRANSFORMERS, "pass", count, nbytes, run, undo, count * each)
     for count in sizes.prompts:
-        yield Work(
-            dtype, FORERUN, "prompt", count, nbytes, functools.partial(_our_prefill, engine, text[: count + 1].tolist())
-        )
+        ours = functools.partial(_our_prefill, engine, text[: count + 1].tolist())
+        yield Work(dtype, FORERUN, "prompt", count, nbytes, ours)
         theirs = functools.partial(_call, model, text[:count], logits_to_keep=1)
         yield Work(dtype, TRANSFORMERS, "prompt", count, nbytes, lambda theirs=theirs: theirs(cache=DynamicCache()))
 
 
 def _our_passes(engine: Engine, text: np.ndarray, sizes: PassSizes) -> Iterator[tuple[int, Callable[[], None]]]:
-    """Yield Forerun's passes over a chain, as in a verifying step; nothing of it stays in the cache."""
+    """Yield Forerun's passes over a draft chain; nothing of it stays in the cache."""
     cache = engine.prefill(text[: sizes.context + 1].tolist(), max(sizes.passes) + 1)
     for count in sizes.passes:
         tokens = text[sizes.context : sizes.context + count]
@@ -236,7 +221,7 @@ def _our_passes(engine: Engine, text: np.ndarray, sizes: PassSizes) -> Iterator[
 def _their_passes(
     model: PreTrainedModel, text: np.ndarray, context: int
 ) -> Iterator[tuple[int, Callable[[], None], Callable[[], None]]]:
-    """Yield the model's own calls with a ``DynamicCache``; what they append is cut off again."""
+    """Yield the model's own calls with a ``DynamicCache``, and what cuts off their tokens."""
     cache = DynamicCache()
     if context:
         _call(model, text[:context], cache, logits_to_keep=1)
@@ -246,7 +231,7 @@ def _their_passes(
 
 
 def _our_prefill(engine: Engine, tokens: list[int]) -> None:
-    """Prefill all tokens but the last, as the engine does before it generates."""
+    """Prefill all tokens but the last, as the engine does."""
     engine.prefill(tokens)
     if engine.target.device.type == "cuda":
         torch.cuda.synchronize(engine.target.device)
@@ -260,7 +245,7 @@ def _call(model: PreTrainedModel, tokens: np.ndarray, cache: DynamicCache, **opt
 
 
 def summarise(works: Sequence[Work]) -> list[Row]:
-    """Return a row of medians per work, over all rounds except the first, which is a warm-up."""
+    """Return a row of medians for each work, without the first round, which is a warm-up."""
     times = [median(work.seconds[1:]) for work in works]
     ones = {(w.dtype, w.who): t for w, t in zip(works, times, strict=True) if (w.kind, w.tokens) == ("pass", 1)}
     speed = next(w.nbytes / t for w, t in zip(works, times, strict=True) if w.who == MEMORY)
@@ -273,21 +258,15 @@ def _row(work: Work, seconds: float, ones: dict[tuple[str, str], float], speed: 
     reads = work.kind in ("read", "pass")  # a prompt is bound by arithmetic, not by reading
     peak = peaks.get(work.dtype) if work.operations else None
     return {
-        "dtype": work.dtype,
-        "who": work.who,
-        "kind": work.kind,
-        "tokens": work.tokens,
-        "milliseconds": 1000 * seconds,
-        "slowest": 1000 * max(work.seconds[1:]),
-        "fastest": 1000 * min(work.seconds[1:]),
+        **{name: getattr(work, name) for name in ("dtype", "who", "kind", "tokens")}, "milliseconds": 1000 * seconds,
+        "slowest": 1000 * max(work.seconds[1:]), "fastest": 1000 * min(work.seconds[1:]),
         "ratio_to_one_token": seconds / one if one and work.kind == "pass" else None,
-        "tokens_per_second": work.tokens / seconds if work.tokens else None,
-        "bytes_read": work.nbytes,
+        "tokens_per_second": work.tokens / seconds if work.tokens else None, "bytes_read": work.nbytes,
         "gigabytes_per_second": work.nbytes / seconds / 1e9 if reads else None,
         "share_of_bandwidth": work.nbytes / seconds / speed if reads else None,
         "gigaflops": work.operations / seconds / 1e9 if work.operations else None,
         "share_of_peak": work.operations / seconds / peak if peak else None,
-    }
+    }  # fmt: skip
 
 
 def add_passes(report: Report, rows: Sequence[Row], context: int) -> None:

@@ -1,7 +1,7 @@
 """``python -m benchmarks proposers``: Forerun's proposer for vLLM beside prompt lookup, on recorded answers.
 
-Neither a model nor vLLM is needed. The loop is vLLM's with greedy decoding and one row: the longest prefix of the draft
-that equals the recorded answer is accepted, and one token follows it.
+Neither a model nor vLLM is needed. The loop is vLLM's, greedy, with one row: the longest prefix of the draft that
+equals the recorded answer is accepted, and one token follows.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import numpy as np
 import typer
 from tokenizers import Tokenizer
 
-from benchmarks.reporting.common_options import ListOptions, list_option, numbers_of
-from benchmarks.reporting.json_lines import json_lines
+from benchmarks.reporting.common_options import ListOptions, json_lines, list_option, numbers_of
 from benchmarks.reporting.study_report import listing
 from forerun.bench.machine import Row
 from forerun.cli.options import DebugOptions
@@ -45,17 +44,14 @@ def lookup(longest: int, shortest: int, tokens: int) -> Propose:
 
 def forerun(tokens: int, **settings: object) -> Propose:
     """Return Forerun's proposer, with the configuration that vLLM hands over."""
-    return ForerunProposer(
-        SimpleNamespace(
-            model_config=SimpleNamespace(
-                max_model_len=LENGTH, tokenizer="", enable_prompt_embeds=False, get_vocab_size=lambda: 1 << 20
-            ),
-            parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1, data_parallel_rank=0),
-            speculative_config=SimpleNamespace(num_speculative_tokens=tokens),
-            additional_config={"forerun": settings},
-            use_v2_model_runner=False,
-        )
-    ).propose
+    model = {"max_model_len": LENGTH, "tokenizer": "", "enable_prompt_embeds": False, "get_vocab_size": lambda: 1 << 20}
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(**model),
+        parallel_config=SimpleNamespace(rank=0, tensor_parallel_size=1, data_parallel_rank=0),
+        speculative_config=SimpleNamespace(num_speculative_tokens=tokens),
+        additional_config={"forerun": settings}, use_v2_model_runner=False,
+    )  # fmt: skip
+    return ForerunProposer(config).propose
 
 
 class Recorded(NamedTuple):
@@ -66,11 +62,8 @@ class Recorded(NamedTuple):
 
 
 def read(file: Path, author: str | None, encode: Callable[[str], list[int]]) -> Iterator[Recorded]:
-    """Yield the rows of a file of JSON lines with ``prompt`` and ``answer``, and ``author`` if one is given.
-
-    Raises:
-        ValueError: with the first line that is no such object.
-    """
+    """Yield the rows of JSON lines of {prompt, answer}, of one ``author`` if it is given; raise ValueError with the
+    first wrong line."""
     for place, row in json_lines(file, "--replay"):
         if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("prompt", "answer")):
             raise ValueError(f"{place} is no JSON object with 'prompt' and 'answer'")
@@ -79,7 +72,7 @@ def read(file: Path, author: str | None, encode: Callable[[str], list[int]]) -> 
 
 
 def replay(rows: list[Recorded], propose: Propose) -> Row:
-    """Return what one proposer yields over all rows."""
+    """Return a proposer's figures over all rows."""
     steps = committed = drafted = accepted = 0
     seconds = 0.0
     text = np.zeros((1, LENGTH), np.int32)
@@ -98,12 +91,8 @@ def replay(rows: list[Recorded], propose: Propose) -> Row:
             end += came
     if not steps:
         raise ValueError("no row has an answer of two tokens")
-    return {
-        "tokens_per_step": round(committed / steps, 2),
-        "accepted": f"{accepted / max(drafted, 1):.0%}",
-        "drafted": round(drafted / steps, 2),
-        "call": round(seconds / steps * 1e6),
-    }
+    figures = {"tokens_per_step": round(committed / steps, 2), "accepted": f"{accepted / max(drafted, 1):.0%}"}
+    return figures | {"drafted": round(drafted / steps, 2), "call": round(seconds / steps * 1e6)}
 
 
 COLUMNS = {"answers": "answers", "proposer": "proposer", "tokens_per_step": "tokens per step", "accepted": "accepted",
@@ -131,8 +120,6 @@ def run(options: ProposersOptions) -> None:
         proposers = {f"ngram {size}-{least}": lookup(size, least, options.tokens) for size, least in ((5, 5), (3, 1))}
         for least in options.chances:
             proposers[f"forerun {least:g}"] = forerun(options.tokens, least_probability=least)
-        rows += [
-            {"answers": f"{file.name}, {len(recorded)} rows", "proposer": name} | replay(recorded, propose)
-            for name, propose in proposers.items()
-        ]
+        for name, propose in proposers.items():
+            rows.append({"answers": f"{file.name}, {len(recorded)} rows", "proposer": name} | replay(recorded, propose))
     print(listing(rows, COLUMNS), end="")

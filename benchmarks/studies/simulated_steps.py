@@ -1,7 +1,6 @@
-"""Steps on a simulated clock: a planner with sources that are right as often, and take as long, as a world says.
+"""Steps on a simulated clock: a planner with sources whose accuracy and cost a world defines.
 
-Nothing is noisy but what the world makes so, and thousands of texts take seconds. So a planner's losses can be compared
-with their bound, and its choices with the best single source.
+Only the world adds noise, so a planner's losses can be compared with their bound, and its choices with the best source.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ from forerun.policy.cost_curve import CostCurve
 from forerun.policy.decision import DraftPasses
 from forerun.policy.pass_shape import PassShape
 
-RIGHT, WRONG, OTHER = 7, 9, 10
-"""The token of every text, and what drafts have where they are wrong."""
+RIGHT, WRONG, OTHER = 7, 9, 10  # the token of every request, and those of rejected drafts
 
 
 def never(row: int, place: int) -> bool:
@@ -35,53 +33,36 @@ def never(row: int, place: int) -> bool:
 
 @dataclass
 class World:
-    """What the parts of a step take, in seconds, and what drafts foresee.
-
-    A row is given by its number, and a token by its place in the row's sequence, the prompt of three tokens included.
-    """
+    """Seconds of the parts of a step, and what drafts predict. A row is given by its number, a token by its place in
+    the row, the prompt of three tokens included."""
 
     curve: CostCurve = field(default_factory=lambda: CostCurve((1, 2), (1.0, 1.02), unit=1.0))
     """Costs of passes, which the planner knows; ``unit`` is what it was told of the machine's speed."""
-    true_curve: CostCurve | None = None
-    """What passes really cost; by default ``curve``."""
-    plain: float = 1.0
-    """Seconds of a pass of cost 1."""
-    asking: float = 0.001
-    """Of proposing trees; ``asking_row``, of each row."""
+    true_curve: CostCurve | None = None  # what passes really cost; by default curve
+    plain: float = 1.0  # seconds of a pass of cost 1
+    asking: float = 0.001  # of proposing trees; asking_row, of each row
     asking_row: float = 0.0
-    looking: float = 0.0
-    """Of looking up a row's known suffix."""
-    verifying: float = 0.0
-    """Of a scored token after the pass."""
-    drafting: float = 0.2
-    """Of a token of chains."""
-    passes: Callable[[int], float] = float
-    """The time of chains by their length, in tokens."""
-    deepening: float = 0.5
-    """Of a costly source's drafts."""
-    carrying: float = 0.0
-    """Of a costly source at each step that keeps states for it, besides its drafts."""
-    hits: Callable[[int, int], bool] = never
-    """Whether the trees have a token."""
-    stated: Callable[[int, int], float] | None = None
-    """How sure they are of their first token."""
+    looking: float = 0.0  # of looking up a row's known suffix
+    verifying: float = 0.0  # of a scored token after the pass
+    drafting: float = 0.2  # of a token of chains
+    passes: Callable[[int], float] = float  # the time of chains by their length, in tokens
+    deepening: float = 0.5  # of a costly source's drafts
+    carrying: float = 0.0  # of a costly source at each step that keeps states for it, besides its drafts
+    hits: Callable[[int, int], bool] = never  # whether the trees have a token
+    stated: Callable[[int, int], float] | None = None  # how sure they are of their first token
     known: Callable[[int, int], int | None] = lambda row, place: None
     """Length of the suffix before a token that the trees know; None if they cannot tell."""
-    accepted: Callable[[int, int], bool] = never
-    """Whether the chains' token is accepted."""
+    accepted: Callable[[int, int], bool] = never  # whether the chains' token is accepted
     deep: Callable[[int, int], tuple[bool, float]] = lambda row, place: (False, 0.1)
     """Whether the costly source's token is accepted, and how sure it is of it."""
-    slowness: Callable[[int], float] = lambda step: 1.0
-    """Factor on all times, by the number of the step."""
-    beside: Callable[[int], int] = lambda step: 0
-    """Tokens of prompts in a step."""
+    slowness: Callable[[int], float] = lambda step: 1.0  # factor on all times, by the number of the step
+    beside: Callable[[int], int] = lambda step: 0  # tokens of prompts in a step
     now: float = 0.0
     steps: int = 0
     asked: list[tuple[int, int]] = field(default_factory=list)
     """Rows and places at which trees were proposed; ``deepened``, those of the costly source."""
     deepened: list[tuple[int, int]] = field(default_factory=list)
-    chains: list[int] = field(default_factory=list)
-    """Lengths of the chains."""
+    chains: list[int] = field(default_factory=list)  # lengths of the chains
 
     def clock(self) -> float:
         return self.now
@@ -90,20 +71,18 @@ class World:
         self.now += seconds * self.slowness(self.steps)
 
     def take_pass(self, tokens: Sequence[int], cached: int, beside: int) -> None:
-        """Let the time of a pass pass; ``cached``: tokens that each row looks back on."""
+        """Advance the clock by a pass; each row attends to ``cached`` tokens."""
         curve, looks = self.true_curve or self.curve, [cached] * len(tokens)
         self.take(self.plain * (curve.of([*tokens, beside], [*looks, 0]) if beside else curve.of(tokens, looks)))
         self.steps += 1
 
 
-@dataclass
+@dataclass(eq=False)
 class _Simulated(Source):
     """A source in a world; the number of a row is its state."""
 
     world: World
     numbers: list[int] = field(default_factory=lambda: [0])
-
-    __hash__ = object.__hash__
 
     def open(self, row: Row) -> int:
         self.numbers[0] += 1
@@ -116,53 +95,43 @@ class _Simulated(Source):
 class Branches(_Simulated):
     """Trees of up to eight tokens."""
 
-    __hash__ = object.__hash__
-
     def promise(self, rows: Sequence[Row]) -> list[int | None]:
         self.world.take(self.world.looking * len(rows))
         return [self.world.known(row.states[self], len(row.request)) for row in rows]
 
     def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
         self.world.take(self.world.asking + self.world.asking_row * len(rows))
-        return [
-            self._draft(row.states[self], len(row.request), limit.nodes)
-            for row, limit in zip(rows, limits, strict=True)
-        ]
+        both = zip(rows, limits, strict=True)
+        return [self._draft(row.states[self], len(row.request), limit.nodes) for row, limit in both]
 
     def _draft(self, row: int, place: int, nodes: int) -> DraftTree:
         world = self.world
         world.asked.append((row, place))
         tokens = [RIGHT if world.hits(row, place + i) else WRONG for i in range(min(8, nodes))]
         sure = (0.9 if world.hits(row, place) else 0.1) if world.stated is None else world.stated(row, place)
-        return DraftTree(
-            np.array(tokens), np.arange(-1, len(tokens) - 1), probability=sure ** np.arange(1, len(tokens) + 1)
-        )
+        count = len(tokens)
+        return DraftTree(np.array(tokens), np.arange(-1, count - 1), probability=sure ** np.arange(1, count + 1))
 
 
 class Chains(_Simulated):
     """Chains of as many tokens as they may have."""
 
-    __hash__ = object.__hash__
-
     def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
         length, world = max(limit.nodes for limit in limits), self.world
         world.take(world.passes(length) * world.drafting)
         world.chains.append(length)
-        return [
-            DraftTree.chain(
-                [RIGHT if world.accepted(row.states[self], len(row.request) + i) else WRONG for i in range(length)]
-            )
-            for row in rows
-        ]
+        return [DraftTree.chain([self._token(row, i) for i in range(length)]) for row in rows]
+
+    def _token(self, row: Row, i: int) -> int:
+        return RIGHT if self.world.accepted(row.states[self], len(row.request) + i) else WRONG
 
 
-@dataclass
+@dataclass(eq=False)
 class Deep(_Simulated):
     """A costly source: four tokens. It is ready after the states of as many tokens as a head."""
 
     wants = Wants(states=(1,))
     seen: int = 0
-    __hash__ = object.__hash__
 
     def ready(self, row: Row) -> bool:
         return self.seen >= CONTEXT_ENTRIES
@@ -194,18 +163,16 @@ class _Model:
 
 @dataclass(frozen=True)
 class Outline:
-    """A batch of texts to decode.
+    """A batch of requests to decode.
 
     Attributes:
-        rows: that are drafted for.
-        tokens: of each text.
-        cached: tokens that each row looks back on, from the first step to the last.
-        undrafted: rows that decode in all steps without drafts.
+        rows: that are drafted for; ``undrafted`` rows decode beside them in all steps.
+        cached: tokens that each row attends to, in all steps.
         sources: ``t`` for trees, ``d`` for a costly source beside them, ``c`` for chains.
         most: maximum length of a chain.
         weight: first guess of the cost of a chain's token.
         closed: whether the batch ends with its last row.
-        batches: how many such batches are decoded, one after the other.
+        batches: such batches, one after the other.
     """
 
     rows: int = 1
@@ -220,11 +187,10 @@ class Outline:
 
 
 def simulate(world: World, outline: Outline) -> tuple[float, AdaptivePlanner]:
-    """Decode the texts; their seconds, and the planner."""
+    """Decode the requests; return the seconds, and the planner."""
     numbers = [[0], [0], [0]]
-    trees = Branches(world, numbers[0]) if "t" in outline.sources else None
-    deep = Deep(world, numbers[1]) if "d" in outline.sources else None
-    chains = Chains(world, numbers[2]) if "c" in outline.sources else None
+    kinds = zip("tdc", (Branches, Deep, Chains), numbers, strict=True)
+    trees, deep, chains = (kind(world, own) if each in outline.sources else None for each, kind, own in kinds)
     model: Any = _Model()
     planner = AdaptivePlanner(
         Runtime(world.clock, lambda scorer: world.curve), model, trees, deep, chains, 4.0,
@@ -240,7 +206,6 @@ def simulate(world: World, outline: Outline) -> tuple[float, AdaptivePlanner]:
 
 
 def plain_seconds(world: World, outline: Outline) -> float:
-    """Return the seconds of these requests without drafts."""
     rows = outline.rows + outline.undrafted
     cost = (world.true_curve or world.curve).of([1] * rows, [outline.cached] * rows)
     return world.plain * cost * outline.tokens * outline.batches

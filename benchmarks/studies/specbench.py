@@ -1,7 +1,7 @@
 """``python -m benchmarks specbench``: tokens per step and speed-up by category of Spec-Bench's questions.
 
-Every contestant keeps what it learns from prompt to prompt of a category, and begins each category anew. The second
-turn of a question has the same prompt for all: it contains Forerun's own answer to the first.
+Drafters keep what they index from prompt to prompt of a category. A question's second turn follows Forerun's own answer
+to the first, for all contestants.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.papers.baselines import RECIPES
+from benchmarks.papers.lookahead_trie import RECIPES
 from benchmarks.reporting import plots
-from benchmarks.reporting.common_options import BENCHMARKS, ListOptions, SourceOptions, list_option, numbers_of
-from benchmarks.reporting.json_lines import json_lines
-from benchmarks.reporting.study_report import Delivery, Report, listing
+from benchmarks.reporting.common_options import ListOptions, SourceOptions, json_lines, list_option, numbers_of
+from benchmarks.reporting.study_report import Report, listing
+from benchmarks.reporting.turns import journal_of
 from benchmarks.tasks.task_prompts import Counts
 from benchmarks.tasks.task_sets import jobs_for
 from forerun.bench.contestants import Bench, Makers, timed
-from forerun.bench.journal import Journal, TurnKey, about
-from forerun.bench.machine import Row, plain_values
+from forerun.bench.journal import Journal, TurnKey
+from forerun.bench.machine import Row
 from forerun.bench.prompts_file import TemplateEncoder
 from forerun.bench.report import pivot, summarise
 from forerun.bench.rounds import PLAIN, Contestant, PromptSet, Rows, Run, Series, Tokens, measure
@@ -36,29 +36,22 @@ from forerun.models.forward.architecture import dtype_name
 from forerun.models.forward.inputs import position_limit
 
 DRAFTERS = ("none", "auto", "trie", "lookahead-trie")
-Questions = Mapping[str, Sequence[Sequence[str]]]
-"""The turns of each question, by category."""
-TASK_PROMPTS = 4
-"""Default number of prompts of each of the tasks."""
+Questions = Mapping[str, Sequence[Sequence[str]]]  # the turns of each question, by category
+TASK_PROMPTS = 4  # default number of prompts of each of the tasks
 
 
 @dataclass(frozen=True)
 class SpecBenchOptions(ListOptions, OutputOptions, SourceOptions, ModelOptions):
     """Spec-Bench on any model: tokens per step and speed-up by category, both turns of every question.
 
-    Contestants take turns in one process: transformers' greedy and prompt lookup, and Forerun's drafters, each with
-    what it learned from the category's earlier questions. ``--every-node`` only counts tokens per step, unpruned.
+    Contestants take turns: transformers' greedy and prompt lookup, and Forerun's drafters, with what they indexed of
+    the category's earlier questions. ``--every-node`` only counts tokens per step, unpruned.
     """
 
-    questions: Annotated[
-        Path | None, option("--questions", "-q", panel="Text", help="Spec-Bench's question.jsonl.", metavar="FILE")
-    ] = None
+    questions: Annotated[Path | None, option("--questions", "-q", panel="Text", help="Its question.jsonl.")] = None
     drafter: Drafters = None
     budget: Annotated[str, list_option("Model", "Most drafted tokens per step.")] = str(BUDGET)
-    every_node: Annotated[
-        bool,
-        option("--every-node", panel="Model", help="Score whole drafts, and count tokens per step instead of time."),
-    ] = False
+    every_node: Annotated[bool, option("--every-node", panel="Model", help="Score whole drafts; no times.")] = False
     limit: Annotated[int | None, option("--limit", panel="Text", help="Questions of a category.", min=1)] = None
     tasks: Annotated[bool, option("--tasks", panel="Text", help="The prompts of `tasks` as well.")] = False
     rounds: Annotated[int, option("--rounds", panel="Text", help="Times each is measured.", min=1)] = 1
@@ -78,12 +71,7 @@ class SpecBenchOptions(ListOptions, OutputOptions, SourceOptions, ModelOptions):
 
 
 class SpecBench(Bench):
-    """The contestants, over one engine.
-
-    Args:
-        model, tokenizer: the target's.
-        options: see there.
-    """
+    """The contestants, over one engine."""
 
     recipes = RECIPES
 
@@ -103,11 +91,9 @@ class SpecBench(Bench):
         return series
 
     def of_transformers(self) -> Makers:
-        """Return what builds those of transformers, where times are compared and texts are greedy."""
         return {} if self._options.every_node or self._options.temperature else self.baselines()
 
     def contestants(self, job: PromptSet) -> dict[str, Contestant]:
-        """Return the contestants by name; the first is what the others are compared with."""
         options = self._options
         found = self._built(self.of_transformers())
         for name in options.drafter or DRAFTERS:
@@ -132,36 +118,27 @@ class SpecBench(Bench):
 
 
 def read_questions(file: Path, limit: int | None = None) -> Questions:
-    """Return the first ``limit`` questions of each category, in the order of the file: Spec-Bench's ``question.jsonl``
-    (hemingkx/Spec-Bench), lines of ``{category, turns}``. Raise a ValueError for another file or line."""
+    """Return the first ``limit`` questions of each category of Spec-Bench's ``question.jsonl`` (hemingkx/Spec-Bench),
+    lines of ``{category, turns}``; raise ValueError for another file or line."""
     found: dict[str, list[list[str]]] = {}
     for place, row in json_lines(file, "--questions"):
-        category, turns = _question(place, row)
+        try:
+            category, turns = row["category"], row["turns"]
+        except (KeyError, TypeError):
+            raise ValueError(f"{place} is no JSON object with category and turns") from None
+        texts = [category, *turns] if isinstance(turns, list) and turns else [None]
+        if not all(isinstance(text, str) and text for text in texts):
+            raise ValueError(f"{place} has a category or turns that are no text")
         found.setdefault(category, []).append(turns)
     if not found:
         raise ValueError(f"--questions {file} is empty")
     return {category: questions[:limit] for category, questions in found.items()}
 
 
-def _question(place: str, row: Any) -> tuple[str, list[str]]:
-    try:
-        category, turns = row["category"], row["turns"]
-    except (KeyError, TypeError):
-        raise ValueError(f"{place} is no JSON object with category and turns") from None
-    texts = [category, *turns] if isinstance(turns, list) and turns else [None]
-    if not all(isinstance(text, str) and text for text in texts):
-        raise ValueError(f"{place} has a category or turns that are no text")
-    return category, turns
-
-
 def prompt_set(
-    category: str,
-    questions: Sequence[Sequence[str]],
-    encoder: TemplateEncoder,
-    answer: Callable[[Tokens], str],
-    max_new_tokens: int,
-    positions: int | None = None,
-) -> PromptSet:
+    category: str, questions: Sequence[Sequence[str]], encoder: TemplateEncoder, answer: Callable[[Tokens], str],
+    max_new_tokens: int, positions: int | None = None,
+) -> PromptSet:  # fmt: skip
     """Return the prompts of all turns of a category's questions. A second turn follows the model's ``answer`` to the
     first; a question ends before the turn that exceeds the model's ``positions``."""
     prompts: list[Tokens] = []
@@ -180,31 +157,31 @@ def prompt_set(
 
 
 def run(options: SpecBenchOptions) -> None:
-    """Measure, print the tables, and write JSON, Markdown and plots after each category; exit status 1 if a text
-    differs."""
     plots.check()
     check_drafters(options.drafter or DRAFTERS, options, RECIPES)
     questions = read_questions(options.questions, options.limit) if options.questions else {}
     model, tokenizer = load_target(options)
     encoder, positions = TemplateEncoder(tokenizer, options.raw), position_limit(model)
     bench, dtype = SpecBench(model, tokenizer, options), dtype_name(model)
-    tasks = _tasks(options, encoder, positions)
+    tasks = dict[str, PromptSet]()
+    if options.tasks:
+        counts = Counts(options.limit or TASK_PROMPTS, 0, options.max_new_tokens)
+        jobs, _ = jobs_for(None, options, encoder, counts, positions)
+        tasks = {name: replace(job, task=name) for job in jobs for name in (f"{job.task} (task)",)}
     alike = {name: getattr(options, name) for name in ("every_node", "rounds", "temperature", "budget")}
-    shared = about(options.model, dtype, str(model.device), BENCHMARKS) | alike
-    journal = Journal(options.out / "specbench-turns.jsonl", shared, options.resume)
-    report = Report("Tokens per step by category", plain_values(options) | {"dtype": dtype})
-    delivery = Delivery(report, options.out, "specbench", options.json)
+    journal = journal_of(options, "specbench", options.model, dtype, str(model.device), **alike)
+    report = Report.of("Tokens per step by category", options, "specbench", dtype=dtype)
     groups = {"all of Spec-Bench": list(questions), "all tasks": list(tasks)}
     measured: dict[str, list[Series]] = {}
     left_out: list[Row] = []
-    without = [name for name in bench.of_transformers() if name in bench.refused]
-    if refused := [{"name": name, "why": bench.refused[name]} for name in without]:
+    theirs = bench.of_transformers()
+    if refused := [{"name": name, "why": why} for name, why in bench.refused.items() if name in theirs]:
         report.add("not measured", "Not measured", refused, listing(refused, {"name": "contestant", "why": "why"}))
     for category in [*questions, *tasks]:
         say(f"{category}, {len(measured) + 1} of {len(questions) + len(tasks)} categories")
-        job = tasks.get(category) or prompt_set(
-            category, questions[category], encoder, bench.answer, options.max_new_tokens, positions
-        )
+        job = tasks.get(category)
+        if job is None:
+            job = prompt_set(category, questions[category], encoder, bench.answer, options.max_new_tokens, positions)
         if category in questions and (lacking := sum(map(len, questions[category])) - len(job.prompts)):
             left_out.append({"category": category, "turns": lacking})
             said = f"Turns that are left out, as the model has {positions:,} positions."
@@ -212,45 +189,33 @@ def run(options: SpecBenchOptions) -> None:
         if job.prompts:
             measured[category] = _measured(bench, job, journal)
             _fill(report, measured | _totals(measured, groups), timed=not options.every_node)
-            delivery.save()
-    delivery.end()
+            report.save()
+    report.end()
     rows = [row for series in measured.values() for row in summarise(series, baseline=series[0].contestant)]
     check_texts(bench.engine.exactness, rows)
 
 
-def _tasks(options: SpecBenchOptions, encoder: TemplateEncoder, positions: int | None) -> dict[str, PromptSet]:
-    """Return the prompts of ``python -m benchmarks tasks`` by task, if ``--tasks`` is given."""
-    if not options.tasks:
-        return {}
-    jobs, _ = jobs_for(
-        None, options, encoder, Counts(options.limit or TASK_PROMPTS, 0, options.max_new_tokens), positions
-    )
-    return {name: replace(job, task=name) for job in jobs for name in (f"{job.task} (task)",)}
-
-
 def _measured(bench: SpecBench, job: PromptSet, journal: Journal) -> list[Series]:
-    """Return a category's runs: the journal's, or new ones of all of it, since drafters keep what they index."""
+    """Return a category's runs, from the journal or measured as a whole, since drafters keep what they index."""
     key, names = TurnKey.of(job.task, 0, job.prompts, job.max_new_tokens), list(bench.contestants(job))
     turn = journal.find(key, names)
     if turn is None:
-        turn = {
-            one.contestant: {"runs": [[asdict(run) for run in runs] for runs in one.runs]}
-            for one in bench.category(job)
-        }
+        found = bench.category(job)
+        turn = {one.contestant: {"runs": [[asdict(run) for run in runs] for runs in one.runs]} for one in found}
         journal.add(key, turn)
     return [Series(name, job.task, [[Run(**run) for run in runs] for runs in turn[name]["runs"]]) for name in names]
 
 
 def _totals(measured: Mapping[str, list[Series]], groups: Mapping[str, list[str]]) -> dict[str, list[Series]]:
-    """Return the series of each group's categories, joined as those of one task."""
+    """Join the categories of each group, as one task."""
     found = {}
     for name, categories in groups.items():
         parts = [measured[category] for category in categories if category in measured]
         if len(parts) > 1:
-            found[name] = [
-                Series(each[0].contestant, name, [runs for one in each for runs in one.runs])
-                for each in zip(*parts, strict=True)
-            ]
+            joined = {
+                each[0].contestant: [runs for one in each for runs in one.runs] for each in zip(*parts, strict=True)
+            }
+            found[name] = [Series(contestant, name, runs) for contestant, runs in joined.items()]
     return found
 
 
@@ -264,10 +229,8 @@ def _fill(report: Report, measured: Mapping[str, list[Series]], timed: bool) -> 
     for name, (heading, column, shape) in tables.items():
         cells = pivot(rows, "contestant", "task", lambda row, c=column, s=shape: s.format(row[c]))
         report.add(name, heading, rows if name == "tokens" else (), cells)
-        spread = [
-            row | {each: row[column] * row[each] / row["tokens_per_second"] for each in ("slowest", "fastest")}
-            for row in rows
-        ]
+        ends = ("slowest", "fastest")
+        spread = [row | {each: row[column] * row[each] / row["tokens_per_second"] for each in ends} for row in rows]
         groups, bars = plots.grouped(spread, lambda row: str(row["task"]), column)
         if name == "tokens":  # every round has as many
             bars = [replace(line, low=(), high=()) for line in bars]

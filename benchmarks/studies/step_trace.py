@@ -1,7 +1,7 @@
 """``python -m benchmarks step-trace``: how much Python a step runs, on the bundled model.
 
-A tracer counts what runs in at least half of the steps of four answers: files of the package, functions and lines; and
-how often execution moves from one file to another, at the median step. These numbers do not depend on the machine.
+Counts the files, functions and lines of the package that run in at least half of the steps, and the moves from file to
+file in the median step. The figures do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STEPS = {
     "auto": ("auto", {}),
     "chain over a sparse cache, with a trie": ("triforce-trie", {}),
 }
-"""What is traced: a drafter and the engine's options."""
+"""A drafter and the engine's options."""
 
 
 @dataclass(frozen=True)
@@ -87,21 +87,19 @@ class Tracer:
 
 
 def usual(found: list[set[Any]]) -> set[Any]:
-    """Return what is in at least half of the sets."""
     counts = Counter(each for one in found for each in one)
     return {each for each, count in counts.items() if 2 * count >= len(found)}
 
 
 def traced(engine: forerun.Engine, prompts: list[str], tokens: int) -> dict[str, object]:
-    """Return a row of the table, by the answers to all prompts but the first, which warms caches
-    and measures costs. An answer given before would be drafted in one or two steps."""
+    """Return a row over all prompts but the first, which warms caches and measures costs."""
     steps, (first, *others) = list[StepTrace](), prompts
     engine.generate(first, max_new_tokens=tokens)
     for prompt in others:
         tracer = Tracer()
         with tracer.tracing():
             engine.generate(prompt, max_new_tokens=tokens)
-        steps += tracer.steps[1:]  # the first one reads the prompt
+        steps += tracer.steps[1:]  # the first one is the prefill
     lines = usual([step.lines for step in steps])
     return {
         "files": len({name for name, _ in lines}),

@@ -12,19 +12,16 @@ from benchmarks.training.tasks import Material
 SEED = "bench"
 KINDS = {"copy": "quote", "json": "table", "rag": "rag", "code": "code", "maths": "maths", "prose": "prose"}
 """Each task's name in the tables, and in ``benchmarks.training.tasks``."""
-TRIES = 50
-"""Draws for each prompt that is wanted, at most: so many of n equally likely ones miss none but by a chance of n in
-e^50."""
+TRIES = 50  # most draws for each prompt: of n equally likely ones, a prompt is missed by a chance of n in e^50
 NEEDED = {"maths": "--maths", "prose": "--books", "code": "Python's own sources"}
 
 
 def continuations(material: Material) -> Tasks:
-    """Return the tasks by name; no model here was trained on ``material``."""
     return {name: functools.partial(_draw, name, material) for name in KINDS}
 
 
 def _draw(name: str, material: Material, count: int) -> list[str]:
-    """Return ``count`` different prompts: one that is measured must not be among those that warm drafters have seen."""
+    """Return ``count`` different prompts: warm drafters must not have seen a measured one."""
     kind = KINDS[name]
     if kind in NEEDED and not getattr(material, kind):
         raise LackingError(f"needs a text for {kind} ({NEEDED[kind]})")
@@ -34,7 +31,6 @@ def _draw(name: str, material: Material, count: int) -> list[str]:
             break
         found[tasks.make(kind, Random(f"{SEED}/{name}/{i}"), material).prompt] = None
     if len(found) < count:
-        raise ValueError(
-            f"{name} has {len(found)} different prompts and {count} are needed; lower --prompts or --warm-prompts"
-        )
+        few = f"{name} has {len(found)} different prompts and {count} are needed"
+        raise ValueError(f"{few}; lower --prompts or --warm-prompts")
     return list(found)

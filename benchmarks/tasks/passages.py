@@ -1,4 +1,4 @@
-"""Passages of 200 to 1,500 tokens, from books or from the documentation of Python's standard library."""
+"""Passages of 200 to 1,500 tokens, from books or Python's documentation, and functions of its library without hints."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import ast
 import inspect
 import itertools
 import re
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from random import Random
 
 from benchmarks.training.material import paragraphs, stdlib_files
 
-SHORTEST, LONGEST = 200, 1500
-"""Allowed length of a passage in tokens."""
+SHORTEST, LONGEST = 200, 1500  # allowed length of a passage in tokens
 MARGIN = 1.1
 """Factor by which the target length stays inside these bounds, because a passage ends with a whole sentence."""
-CHARS = 6
-"""The most characters per token, on average."""
-MODULES = 40
-"""Modules whose documentation is read if there are no books."""
+CHARS = 6  # the most characters per token, on average
+MODULES = 40  # modules whose documentation is read if there are no books
+LINES = range(8, 41)  # allowed number of lines of a function
+A_FILE = 2  # the most functions from one file
 _END = re.compile(r"[.!?][\"”’')]*\s")
 
 
@@ -32,15 +33,18 @@ class Passages:
 
     @classmethod
     def read(cls, books: Path | None, seed: str) -> Passages:
-        """Read a folder's ``.txt`` files, or Python's documentation; raise a ValueError if all are short."""
-        bodies = list(_books(books)) if books is not None else list(_documentation(seed))
+        """Read a folder's ``.txt`` files, or Python's documentation; raise ValueError if all are short."""
+        files = sorted(books.glob("*.txt")) if books is not None else []
+        bodies = [paragraphs(file.read_text(encoding="utf-8", errors="replace")) for file in files]
+        if books is None:
+            bodies = list(_documentation(seed))
         long = [body for body in bodies if sum(map(len, body)) > 2 * CHARS * LONGEST]
         if not long:
             raise ValueError(f"--books is {books}; it has no .txt file of {2 * CHARS * LONGEST:,} characters or more")
         return cls(long)
 
     def draw(self, rng: Random, count: Callable[[str], int]) -> str:
-        """Draw a passage that begins with a paragraph and ends with a sentence; ``count`` returns a text's tokens."""
+        """Draw a passage that begins with a paragraph and ends with a sentence; ``count`` counts tokens."""
         low, high = SHORTEST * MARGIN, LONGEST / MARGIN
         while True:
             tokens = low * (high / low) ** rng.random()
@@ -52,7 +56,7 @@ class Passages:
 
 
 def sources(seed: str) -> Iterator[tuple[str, ast.Module]]:
-    """Yield the standard library's files as text and parsed, in an order given by the seed."""
+    """Yield the standard library's files as text and parsed, in a seeded order."""
     paths = stdlib_files()
     Random(seed).shuffle(paths)
     for path in paths:
@@ -68,13 +72,8 @@ def sentences(passage: str) -> list[str]:
     return [part for begin, end in itertools.pairwise(ends) if (part := passage[begin:end].strip())]
 
 
-def _books(folder: Path) -> Iterator[list[str]]:
-    for file in sorted(folder.glob("*.txt")):
-        yield paragraphs(file.read_text(encoding="utf-8", errors="replace"))
-
-
 def _documentation(seed: str) -> Iterator[list[str]]:
-    """Yield docstrings of modules, classes and functions: one list per module with enough of them."""
+    """Yield the docstrings of each module with enough of them."""
     found = 0
     for _, module in sources(seed):
         body = [part for text in _docstrings(module) for part in paragraphs(text)]
@@ -109,3 +108,25 @@ def _cut(text: str, chars: int) -> str:
     """Return the text up to the last end of a sentence within ``chars`` characters."""
     ends = [match.end() for match in _END.finditer(text[:chars])]
     return text[: ends[-1] if ends else chars].strip()
+
+
+def functions(seed: str, count: int) -> list[str]:
+    """Return ``count`` functions, by seed and version of Python."""
+    return list(islice(_all(seed), count))
+
+
+def _all(seed: str) -> Iterator[str]:
+    for number, (text, module) in enumerate(sources(seed)):
+        fitting = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef) and _fits(node)]
+        Random(f"{seed}/{number}").shuffle(fitting)
+        lines = text.split("\n")
+        for node in fitting[:A_FILE]:
+            yield textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
+
+
+def _fits(node: ast.FunctionDef) -> bool:
+    """Return whether a function has an allowed length, and arguments without annotations."""
+    given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+    own = [argument for argument in given if argument.arg not in ("self", "cls")]
+    hinted = node.returns is not None or any(argument.annotation is not None for argument in given)
+    return bool(own) and not hinted and (node.end_lineno or 0) - node.lineno + 1 in LINES

@@ -1,8 +1,6 @@
 """From tasks to jobs: a job has prompts to measure, and other prompts of its task for warm drafters.
 
-A set of tasks maps names to functions that draw prompts. Models with a chat template answer questions
-(``benchmarks.tasks.questions``). Others continue texts (``benchmarks.tasks.continuations``); the bundled models were
-trained on none of these.
+Tasks are functions by name that draw prompts: ``questions`` for chat models, ``continuations`` for others.
 """
 
 from __future__ import annotations
@@ -13,8 +11,7 @@ from dataclasses import dataclass
 from forerun.bench.prompts_file import Prompt, check_length
 from forerun.bench.rounds import PromptSet
 
-Draw = Callable[[int], Sequence[Prompt]]
-"""Gives the first n prompts of a task; the same at every call."""
+Draw = Callable[[int], Sequence[Prompt]]  # gives the first n prompts of a task; the same at every call
 Tasks = Mapping[str, Draw]
 
 
@@ -32,24 +29,18 @@ class Counts:
 
 
 def check_names(names: Iterable[str], tasks: Tasks) -> None:
-    """Raise a ValueError with the first unknown task and the known ones."""
+    """Raise ValueError for an unknown task."""
     for name in names:
         if name not in tasks:
             raise ValueError(f"task is {name!r}; known are {', '.join(tasks)}")
 
 
 def build_jobs(
-    names: Sequence[str],
-    tasks: Tasks,
-    encode: Callable[[Prompt], list[int]],
-    counts: Counts,
+    names: Sequence[str], tasks: Tasks, encode: Callable[[Prompt], list[int]], counts: Counts,
     positions: int | None = None,
-) -> tuple[list[PromptSet], dict[str, str]]:
-    """Return the jobs that can be built, and why the others cannot.
-
-    Raises:
-        ValueError: for an unknown name, or a prompt that is too long for the model's ``positions``.
-    """
+) -> tuple[list[PromptSet], dict[str, str]]:  # fmt: skip
+    """Return the jobs that can be built, and why the others cannot; raise ValueError for an unknown name, or a prompt
+    too long for the model's ``positions``."""
     check_names(names, tasks)
     jobs: list[PromptSet] = []
     skipped: dict[str, str] = {}
@@ -59,14 +50,10 @@ def build_jobs(
         except LackingError as lacking:
             skipped[name] = str(lacking)
             continue
-        _check_lengths(name, ids, positions, counts.new_tokens)
+        for number, tokens in enumerate(ids, 1):
+            try:
+                check_length(len(tokens), positions, counts.new_tokens)
+            except ValueError as error:
+                raise ValueError(f"task {name}, prompt {number}: {error}; leave the task out with --task") from None
         jobs.append(PromptSet(name, ids[: counts.prompts], ids[counts.prompts :], counts.new_tokens))
     return jobs, skipped
-
-
-def _check_lengths(name: str, ids: Sequence[list[int]], positions: int | None, new: int) -> None:
-    for number, tokens in enumerate(ids, 1):
-        try:
-            check_length(len(tokens), positions, new)
-        except ValueError as error:
-            raise ValueError(f"task {name}, prompt {number}: {error}; leave the task out with --task") from None

@@ -17,7 +17,7 @@ from forerun.cli.terminal import say
 def jobs_for(
     names: Sequence[str] | None, sources: SourceOptions, encoder: TemplateEncoder, counts: Counts, positions: int | None
 ) -> tuple[list[PromptSet], dict[str, str]]:
-    """Build the jobs of the named tasks, or of all, and say which cannot be built, and why; raise if none can."""
+    """Build the jobs of the named tasks, or of all; say which cannot be built, and raise if none can."""
     tasks = tasks_for(encoder, sources)
     jobs, skipped = build_jobs(names or list(tasks), tasks, encoder, counts, positions)
     for name, reason in skipped.items():
@@ -28,7 +28,7 @@ def jobs_for(
 
 
 def tasks_for(encoder: TemplateEncoder, sources: SourceOptions) -> Tasks:
-    """Return the tasks by name; raise a ValueError for a file of a wrong format."""
+    """Return the tasks by name; raise ValueError for a wrong file."""
     check_sources(sources)
     if encoder.chats:
         return questions(sources, encoder.count)
@@ -38,7 +38,7 @@ def tasks_for(encoder: TemplateEncoder, sources: SourceOptions) -> Tasks:
 
 
 def check_sources(sources: SourceOptions) -> None:
-    """Raise a ValueError for a file of a wrong format, with the option, and the wrong line if there is one."""
+    """Raise ValueError for a wrong file, with its option and line."""
     for option, file in (("--maths", sources.maths), ("--code", sources.code)):
         if file is not None and not read_questions(option, file):
             raise ValueError(f"{option} {file} is empty")

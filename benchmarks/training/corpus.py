@@ -1,12 +1,11 @@
 """The training mix: rows of equal length, each of one kind, with a weight for every token's loss.
 
-A batch is a pure function of (material, stage, seed, step), so an interrupted run sees the same batches as any other.
-Positions may have gaps: they increase by one, except at a few random places where they jump. So short rows show a model
-distances of up to 131,072 tokens at the cost of short ones. With such positions, give the model an attention mask of
-ones: without one, transformers takes every jump for the border of a packed sequence and masks across it.
+A batch is a pure function of (material, stage, seed, step). Positions may have gaps, so that short rows show distances
+of up to 131,072 tokens. With such positions, give the model an attention mask of ones: without one, transformers takes
+every jump for the border of a packed sequence and masks across it.
 
-Row kinds are those of `tasks.KINDS` and 'spans'. A row of spans is a segment of text or of random tokens, followed by
-random pieces of it; only the pieces have a loss. Without rows of spans a small model does not learn to copy.
+Row kinds are those of ``tasks.KINDS`` and 'spans': a segment of text or of random tokens, and random pieces of it; only
+the pieces have a loss. Without them a small model does not learn to copy.
 """
 
 from __future__ import annotations
@@ -40,11 +39,8 @@ _ENCODE_CHUNK = 2000
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows for one step.
-
-    Tokens, weights and positions are [rows, length]. The mask has a form that transformers takes: [rows, length], all
-    ones, or [rows, 1, length, length], added to the attention logits. `kinds` has the kind of each row.
-    """
+    """Rows for one step: tokens, weights and positions ``[rows, length]``, the kind of each row, and a mask for
+    transformers: ``[rows, length]``, all ones, or ``[rows, 1, length, length]``, added to the attention logits."""
 
     tokens: torch.Tensor
     weights: torch.Tensor
@@ -83,21 +79,16 @@ class Corpus:
 
     @cached_property
     def closers(self) -> frozenset[int]:
-        """Tokens with a comma or a closing bracket."""
         return self._tokens(lambda text: bool(set(text) & set(",}]")))
 
     @cached_property
     def openers(self) -> frozenset[int]:
-        """Tokens after which a sentence or a value starts; a digit follows a separate space token."""
+        """Tokens before a sentence or a value; a digit follows a separate space token."""
         return self._tokens(lambda text: text == " " or text.endswith((".", ":", '"')))
 
     def _tokens(self, fits: Callable[[str], bool]) -> frozenset[int]:
         size = len(self.tokenizer)
         return frozenset(i for i in range(size) if fits(self.tokenizer.decode([i])))
-
-    def joint(self, before: int, token: int) -> bool:
-        """Say whether `token` after `before` closes a value, or starts the next part of an answer."""
-        return token in self.closers or before in self.openers
 
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids)
@@ -115,9 +106,8 @@ def build(material: Material, tokenizer: PreTrainedTokenizerFast) -> Corpus:
 def _stream(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:
     ids: list[int] = []
     for i in range(0, len(texts), _ENCODE_CHUNK):
-        for encoding in tokenizer.backend_tokenizer.encode_batch(
-            texts[i : i + _ENCODE_CHUNK], add_special_tokens=False
-        ):
+        some = texts[i : i + _ENCODE_CHUNK]
+        for encoding in tokenizer.backend_tokenizer.encode_batch(some, add_special_tokens=False):
             ids.extend(encoding.ids)
     return torch.tensor(ids, dtype=torch.int32)
 
@@ -128,13 +118,14 @@ def batch(corpus: Corpus, stage: Stage, seed: int, step: int) -> Batch:
     rows = [row(corpus, kind, stage.length, rng) for kind in kinds]
     generator = np.random.default_rng(rng.getrandbits(64))
     places = [gapped_positions(generator, stage.length, share=stage.gaps) for _ in rows]
+    mask = torch.ones(len(rows), stage.length, dtype=torch.int64)
+    if stage.crowd != 1:
+        biases = [crowding.bias(len(row), row.sources, *crowding.draw(rng, len(row), stage.crowd)) for row in rows]
+        mask = torch.stack(biases)[:, None]
     return Batch(
-        torch.tensor([row.tokens for row in rows]),
-        torch.tensor([row.weights for row in rows]),
-        torch.from_numpy(np.stack(places)),
-        _mask(rows, stage, rng),
-        kinds,
-    )
+        torch.tensor([row.tokens for row in rows]), torch.tensor([row.weights for row in rows]),
+        torch.from_numpy(np.stack(places)), mask, kinds,
+    )  # fmt: skip
 
 
 def gapped_positions(rng: np.random.Generator, length: int, share: float) -> IntArray:
@@ -150,13 +141,6 @@ def gapped_positions(rng: np.random.Generator, length: int, share: float) -> Int
     return np.arange(start, start + length) + np.cumsum(leaps)
 
 
-def _mask(rows: list[Row], stage: Stage, rng: Random) -> torch.Tensor:
-    if stage.crowd == 1:
-        return torch.ones(len(rows), stage.length, dtype=torch.int64)
-    biases = [crowding.bias(len(row), row.sources, *crowding.draw(rng, len(row), stage.crowd)) for row in rows]
-    return torch.stack(biases)[:, None]
-
-
 def row(corpus: Corpus, kind: str, length: int, rng: Random) -> Row:
     if kind == "spans":
         return spans(corpus, length, rng)
@@ -166,14 +150,13 @@ def row(corpus: Corpus, kind: str, length: int, rng: Random) -> Row:
 
 
 def window(corpus: Corpus, kind: str, length: int, rng: Random) -> list[int]:
-    """Return `length` consecutive tokens of a stream."""
     stream = corpus.streams[kind]
     start = rng.randrange(max(1, len(stream) - length))
     return [int(token) for token in stream[start : start + length].tolist()]
 
 
 def _packed(corpus: Corpus, kind: str, length: int, rng: Random) -> Row:
-    """Fill a row with tasks of one kind, each ended by the end-of-text token; fill the rest with prose."""
+    """Fill a row with tasks of one kind, each ended by the end-of-text token, and the rest with prose."""
     packed = Row()
     packed.add([corpus.eos] if rng.random() < 0.5 else [], 0.0)
     in_prompt, in_answer = (1.0, 1.0) if kind == "maths" else (PROMPT_WEIGHT, ANSWER_WEIGHT)
@@ -187,7 +170,7 @@ def _packed(corpus: Corpus, kind: str, length: int, rng: Random) -> Row:
         packed.add(answer, in_answer)
         if kind in ("table", "rag"):
             for i in range(middle, len(packed)):
-                if corpus.joint(packed.tokens[i - 1], packed.tokens[i]):
+                if packed.tokens[i] in corpus.closers or packed.tokens[i - 1] in corpus.openers:
                     packed.weights[i] = JOINT_WEIGHT
         for first, last in _places(corpus, task):
             packed.sources.append(Source(middle - 1, len(packed), begin + first, begin + last))
@@ -196,7 +179,6 @@ def _packed(corpus: Corpus, kind: str, length: int, rng: Random) -> Row:
 
 
 def _task(corpus: Corpus, kind: str, length: int, rng: Random) -> Task:
-    """Return a task of a size that suits a row of `length` tokens."""
     if kind == "needle":
         return tasks.needle(rng, corpus.material, int(length * 3 * rng.uniform(0.2, 0.85)))
     if kind == "rag":
@@ -205,7 +187,7 @@ def _task(corpus: Corpus, kind: str, length: int, rng: Random) -> Task:
 
 
 def _places(corpus: Corpus, task: Task) -> list[tuple[int, int]]:
-    """Return each source's place in the task's prompt: (first token, last token + 1)."""
+    """Return each source's place in the prompt: (first token, last token + 1)."""
     offsets = corpus.tokenizer.backend_tokenizer.encode(task.prompt, add_special_tokens=False).offsets
     starts, ends = [start for start, _ in offsets], [end for _, end in offsets]
     places = []
@@ -216,10 +198,8 @@ def _places(corpus: Corpus, task: Task) -> list[tuple[int, int]]:
 
 
 def spans(corpus: Corpus, length: int, rng: Random, text: float = TEXT_SPANS) -> Row:
-    """Return a segment and random pieces of it; in a share `text` of the calls the segment is text.
-
-    The loss starts at the third token of each piece.
-    """
+    """Return a segment and random pieces of it, whose loss starts at their third token; a share ``text`` of the
+    segments is text."""
     size = int(length * rng.uniform(0.25, 0.6))
     made = Row(_segment(corpus, size, rng, text), [0.0] * size)
     while len(made) < length:
@@ -232,7 +212,7 @@ def spans(corpus: Corpus, length: int, rng: Random, text: float = TEXT_SPANS) ->
 
 
 def _segment(corpus: Corpus, size: int, rng: Random, text: float) -> list[int]:
-    """Return text in a share `text` of the calls, else random tokens, which are easier to copy."""
+    """Return text in a share ``text`` of the calls, else random tokens, which are easier to copy."""
     streams = [name for name in _STREAMS if len(corpus.streams[name]) > size]
     if rng.random() < text and streams:
         return window(corpus, rng.choice(streams), size, rng)

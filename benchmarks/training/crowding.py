@@ -1,8 +1,8 @@
 """Crowding: short training rows that are as hard for attention as a long context.
 
-In a softmax over 100,000 keys every irrelevant key adds a little to the sum, which dilutes what a head learnt to find
-among 500 keys. To make a row of 500 tokens as hard, each irrelevant key counts `times` times: a bias of log(times) on
-its logit. Keys that a query has to find (`Source`), and keys near the query, count once, as in a long context.
+In a softmax over 100,000 keys, irrelevant keys dilute what a head learned to find among 500. In a crowded row, each
+irrelevant key counts ``times`` times: a bias of log(times) on its logit. Keys that a query has to find (``Source``),
+and those near the query, count once.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""Measures the bundled models on held-out texts and tasks: `python -m benchmarks evaluate-bundled --json`.
+"""``python -m benchmarks evaluate-bundled``: the bundled models on held-out texts and tasks, greedy, float32.
 
-Plain torch and transformers, greedy, float32. An answer counts as exact if the generated text up to the end-of-text
-token equals the expected one, character for character. Tasks are seeded, so figures repeat.
+An answer is exact if it equals the expected one, up to and with the end-of-text token. Tasks are seeded.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -27,12 +25,9 @@ from forerun.reference import bundled
 
 SEED = 90_210  # training draws its tasks from other seeds
 WINDOW = 512
-TEXT_SPANS = 0.4
-"""Share of the copying rows whose spans are text; the others are random tokens."""
-READ_BLOCK = 1024
-"""Tokens of a long text in one pass."""
-TOKENS_A_FACT = 400
-"""The least tokens of text per hidden fact."""
+TEXT_SPANS = 0.4  # share of the copying rows whose spans are text; the others are random tokens
+READ_BLOCK = 1024  # tokens of a long text in one pass
+TOKENS_A_FACT = 400  # the least tokens of text per hidden fact
 
 
 @dataclass(frozen=True)
@@ -44,28 +39,20 @@ class Evaluator:
     examples: int
 
     def answer(self, prompt: str, max_new_tokens: int) -> list[int]:
-        ids = torch.tensor([self.data.encode(prompt)])
-        made = self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False
-        )
+        ids, length = torch.tensor([self.data.encode(prompt)]), {"max_new_tokens": max_new_tokens}
+        made = self.model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **length)
         return [int(token) for token in made[0, ids.shape[1] :]]
 
     def exact(self, task: Task) -> bool:
-        """Say whether the model gives exactly the task's answer, and stops there."""
         expected = [*self.data.encode(task.answer), self.data.eos]
         return self.answer(task.prompt, len(expected)) == expected
 
-    def share_exact(self, draw: Callable[[Random, Material], Task]) -> float:
-        """Return the share of `examples` seeded tasks that are answered exactly."""
-        drawn = [draw(Random(f"{SEED}/{i}"), self.data.material) for i in range(self.examples)]
-        return sum(map(self.exact, drawn)) / len(drawn)
-
     @torch.inference_mode()
     def needles(self, size: int) -> float:
-        """Return the share of facts that are recalled exactly from texts of about `size` tokens.
+        """Return the share of facts that are recalled exactly from texts of about ``size`` tokens.
 
-        Greedy decoding recalls a fact exactly if and only if it predicts each of its tokens from those before. One long
-        text hides all facts, so that it is read only once.
+        Greedy decoding recalls a fact exactly if it predicts each of its tokens. One text hides all facts and is read
+        once.
         """
         sample = " ".join(tasks.filler(Random(SEED), self.data.material, 100_000))
         chars = int(size * len(sample) / len(self.data.encode(sample)))
@@ -86,23 +73,23 @@ class Evaluator:
         return bool((logits[len(prompt) - 1 :].argmax(-1) == torch.tensor(answer)).all())
 
     def _logits(self, tokens: list[int], cache: DynamicCache) -> torch.Tensor:
-        """Return the logits after each of the tokens, which follow those in the cache, and add them to the cache."""
+        """Return the logits after each of the tokens, and add these to the cache."""
         logits: torch.Tensor = self.model(torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits
         return logits[0]
 
     @torch.inference_mode()
     def predictions(self, tokens: list[int]) -> torch.Tensor:
-        """Return the logits for every token but the first: [len(tokens) - 1, vocabulary]."""
+        """Return the logits for every token but the first, ``[n - 1, V]``."""
         logits: torch.Tensor = self.model(torch.tensor([tokens]), use_cache=False).logits
         return logits[0, :-1].float()
 
     def loss(self, kind: str) -> float:
-        """Return the mean loss in nats per token on rows of the named kind."""
+        """Return the mean loss in nats per token on rows of a kind."""
         rows = [corpus.row(self.data, kind, WINDOW, Random(f"{SEED}/{i}")).tokens for i in range(self.examples)]
         return sum(float(cross_entropy(self.predictions(row), torch.tensor(row[1:]))) for row in rows) / len(rows)
 
     def copying(self) -> float:
-        """Return the share of correctly predicted tokens in repeated spans, from the third token of a span on."""
+        """Return the share of correct tokens in repeated spans, from a span's third token on."""
         right = total = 0
         for i in range(self.examples):
             row = corpus.spans(self.data, WINDOW, Random(f"{SEED}/{i}"), TEXT_SPANS)
@@ -114,19 +101,19 @@ class Evaluator:
 
 
 def evaluate_one(model: PreTrainedModel, data: Corpus, examples: int, sizes: list[int]) -> dict[str, float]:
-    """Return all figures of one model; needle sizes are in tokens."""
     it = Evaluator(model, data, examples)
     figures = {f"loss {kind}": it.loss(kind) for kind in ("prose", "code", "maths") if getattr(data.material, kind)}
     figures["copy accuracy"] = it.copying()
     for size in sizes:
         figures[f"needle {size}"] = it.needles(size)
     for kind in ("table", "rag", "quote"):
-        figures[f"{kind} exact"] = it.share_exact(tasks.KINDS[kind])
+        drawn = [tasks.KINDS[kind](Random(f"{SEED}/{i}"), data.material) for i in range(examples)]
+        figures[f"{kind} exact"] = sum(map(it.exact, drawn)) / examples
     return figures
 
 
 def agreement(target: Evaluator, draft: Evaluator, new_tokens: int = 128) -> dict[str, float]:
-    """Return, for each kind, the share of the target's greedy tokens that the draft would also choose."""
+    """Return by kind the share of the target's greedy tokens that the draft would also choose."""
     shares = {}
     for kind in tasks.KINDS:
         if kind in ("prose", "code", "maths") and not getattr(target.data.material, kind):
@@ -158,9 +145,7 @@ class EvaluateOptions(DebugOptions):
     """Evaluate a target and a draft on held-out texts and tasks."""
 
     books: Annotated[Path | None, typer.Option(help="A folder of .txt books not trained on.")] = None
-    maths: Annotated[
-        Path | None, typer.Option(help="The JSON-lines file given to training; its held-out part is used.")
-    ] = None
+    maths: Annotated[Path | None, typer.Option(help="JSON lines given to training; the held-out part.")] = None
     target: Annotated[Path | None, typer.Option(help="The target's folder; the bundled one by default.")] = None
     draft: Annotated[Path | None, typer.Option(help="The draft's folder; the bundled one by default.")] = None
     examples: Annotated[int, typer.Option(help="Examples of each task.")] = 20
@@ -173,9 +158,8 @@ def run(options: EvaluateOptions) -> None:
     torch.set_num_threads(options.threads)
     texts = material.read_held_out(options.books, options.maths)
     wanted = [int(size) for size in options.sizes.split(",")]
-    figures = evaluate(
-        options.target or bundled("target"), options.draft or bundled("draft"), texts, options.examples, wanted
-    )
+    target, draft = options.target or bundled("target"), options.draft or bundled("draft")
+    figures = evaluate(target, draft, texts, options.examples, wanted)
     if options.as_json:
         typer.echo(json.dumps(figures))
     else:

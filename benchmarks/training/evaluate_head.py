@@ -1,7 +1,7 @@
 """``python -m benchmarks evaluate-head``: a trained head beside the trie, alone and in ``auto``, on held-out prompts.
 
-Tokens per step, and speed over plain decoding, greedy and sampled. Contestants take turns prompt by prompt, each
-round in a namespace of its own, so that no trie has seen an answer. Every text must equal the plain one.
+Tokens per step, and speed over plain decoding. Contestants take turns prompt by prompt, each round in a new namespace,
+so that no trie has seen an answer. Every output must equal the plain one.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import torch
 import typer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.reporting.common_options import ListOptions, list_option, numbers_of
-from benchmarks.reporting.json_lines import json_lines
-from benchmarks.reporting.study_report import Report, deliver, listing
-from forerun.bench.machine import Row, plain_values
+from benchmarks.reporting.common_options import ListOptions, json_lines, list_option, numbers_of
+from benchmarks.reporting.study_report import Report, listing
+from forerun.bench.machine import Row
 from forerun.bench.prompts_file import TemplateEncoder
 from forerun.bench.rounds import Contestant, Rows, Run, Series, Tokens, sampling
 from forerun.bench.rounds import measure as measured
@@ -66,7 +65,7 @@ class EvaluateHeadOptions(ListOptions, OutputOptions):
 
 
 def with_all_logits(head: Head) -> Head:
-    """The head, without shortlists once it is bound."""
+    """Return the head, which drops its shortlists when it is bound."""
     bind = head.bind
 
     def bound(target: Scorer) -> None:
@@ -78,7 +77,7 @@ def with_all_logits(head: Head) -> Head:
 
 
 def contestant(engine: Engine, prompts: int, temperature: float) -> Contestant:
-    """Return an engine that answers the prompts in order, in another namespace each time through."""
+    """Return an engine that answers the prompts in order, in a new namespace each round."""
     answered = -1  # the first answer is the warm-up
 
     def run(rows: Rows, max_new_tokens: int) -> Run:
@@ -108,7 +107,7 @@ def row_of(one: Series, plain: Series) -> Row:
 
 
 def engines(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, head: str) -> Mapping[str, Engine]:
-    """Engines by what they draft with; those that draft over all logits only where shortlists are shorter."""
+    """Return engines by drafter; those over all logits only where shortlists are shorter."""
 
     def made(drafter: str, own: Head | None = None) -> Engine:
         settings = LongContextConfig(draft_model=own)
@@ -126,7 +125,7 @@ def engines(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, head: s
 
 
 def of_all_nodes(name: str, head: str) -> Callable[[Setup], Level]:
-    """A level that scores all that the trie, the head or both propose, whatever that costs."""
+    """Return a maker of a level that scores all proposals of the trie, the head or both."""
 
     def made(setup: Setup) -> Level:
         trie = None if name == "head" else setup.trie()
@@ -137,7 +136,6 @@ def of_all_nodes(name: str, head: str) -> Callable[[Setup], Level]:
 
 
 def measure(options: EvaluateHeadOptions, prompts: Sequence[Tokens], made: Mapping[str, Engine]) -> Iterator[Row]:
-    """Yield rows by temperature and drafter."""
     with progress_bar(stderr(), "temperatures") as show:
         for number, temperature in enumerate(options.heats):
             found = {name: contestant(engine, len(prompts), temperature) for name, engine in made.items()}
@@ -149,7 +147,7 @@ def measure(options: EvaluateHeadOptions, prompts: Sequence[Tokens], made: Mappi
 
 
 def encoded(options: EvaluateHeadOptions, tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
-    """Return the prompts as tokens, each after as many of the others' as ``--context`` says."""
+    """Return the prompts as tokens, each after ``--context`` tokens of the others."""
     texts = [row["prompt"] for _, row in json_lines(options.texts, "--texts")]
     own = list(map(TemplateEncoder(tokenizer), texts))
     if not options.context:
@@ -164,6 +162,6 @@ def run(options: EvaluateHeadOptions) -> None:
     target, tokenizer = load(options.model, cast("Any", options.dtype))
     prompts = encoded(options, tokenizer)
     rows = list(measure(options, prompts, engines(target, tokenizer, options.head)))
-    report = Report("A trained head beside the trie", plain_values(options))
+    report = Report.of("A trained head beside the trie", options, "evaluate-head")
     report.add("heads", f"{len(prompts)} prompts", rows, listing(rows, COLUMNS))
-    deliver(report, options.out, "evaluate-head", options.json)
+    report.end()

@@ -1,7 +1,6 @@
-"""Invented subjects and the sentences that state facts about them: the raw material of documents and needles.
+"""Invented subjects, and the sentences that state facts about them: the material of documents and needles.
 
-A `Subject` has a name and facts. A fact is a question and the one sentence that answers it, so an answer can be checked
-by comparing strings.
+A fact is a question and the one sentence that answers it, so that answers can be checked by comparing strings.
 """
 
 from __future__ import annotations
@@ -88,8 +87,8 @@ When was the {n} launched? | The {n} was launched at {place} on {date}.
 What became of the {n}? | In {year} the {n} was sold to {person}, who used it to ship {goods}.
 How long is the {n}? | The {n} is {small} metres long and built of {material}.
 """
-"""Kinds of subjects: what each is called, then a question and a sentence a line; {n} is the name, the rest is drawn for
-each fact."""
+"""What a kind of subject is called, then a question and a sentence a line; {n} is the name, the rest is drawn for each
+fact."""
 
 _NEEDLES: tuple[tuple[str, str], ...] = (
     ("What is the access code of the {n}?", "The access code of the {n} is {code}."),

@@ -1,12 +1,8 @@
-"""Learn what evidence is worth before any is seen, for the index to start from: writes src/forerun/trie/prior.npy.
+"""``python -m benchmarks learn-evidence``: what evidence is worth to a new index; writes src/forerun/trie/prior.npy.
 
-    python -m benchmarks learn-evidence --books DIR --maths FILE --answers FILE --tokenizer T --tokenizer U
-
-Sessions of one to thirty requests of one kind each: continued prose and code, solutions of word problems by people and
-models, the bundled models' tasks, passages to be predicted again with changes, and strings to be copied; some
-requests come
-again. Every session starts with an empty index; what evidence was worth is kept. The file holds no text: a few thousand
-rates and weights.
+Sessions have one to thirty requests of one kind: continued prose and code, solutions of word problems, the bundled
+models' tasks, passages repeated with changes, and random strings; some requests come again. Every session starts with
+an empty index; what evidence was worth is kept, as a few thousand rates and weights.
 """
 
 from __future__ import annotations
@@ -15,6 +11,7 @@ import json
 import string
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Annotated
@@ -29,44 +26,33 @@ from forerun.cli.options import DebugOptions
 from forerun.trie import logistic_mixer
 from forerun.trie.trie import Trie
 
-PROMPT_MATCH, ANSWER = 1200, 700
-"""Characters of a continued text, at most."""
-
-AGAIN = 0.25
-"""Share of requests that were asked before."""
+PROMPT_MATCH, ANSWER = 1200, 700  # characters of a continued text, at most
+AGAIN = 0.25  # share of requests that repeat an earlier one
 
 Request = tuple[str, str]
 Kind = Callable[[Random], Iterator[Request]]
 
 
-def continued(texts: tuple[str, ...]) -> Kind:
-    """Requests to go on with passages of one text after another."""
-
-    def requests(rng: Random) -> Iterator[Request]:
-        while True:
-            text = rng.choice(texts)
-            start = rng.randrange(max(1, len(text) - ANSWER))
-            middle = start + rng.randrange(20, PROMPT_MATCH)
-            yield text[start:middle], text[middle : middle + ANSWER]
-
-    return requests
+def continued(texts: tuple[str, ...], rng: Random) -> Iterator[Request]:
+    """Yield requests to continue passages of one text after another."""
+    while True:
+        text = rng.choice(texts)
+        start = rng.randrange(max(1, len(text) - ANSWER))
+        middle = start + rng.randrange(20, PROMPT_MATCH)
+        yield text[start:middle], text[middle : middle + ANSWER]
 
 
-def edited(texts: tuple[str, ...]) -> Kind:
-    """Passages to be predicted again with a few words replaced, left out or put in."""
-
-    def requests(rng: Random) -> Iterator[Request]:
-        while True:
-            text = rng.choice(texts)
-            start = rng.randrange(max(1, len(text) - ANSWER))
-            passage = text[start : start + rng.randrange(100, ANSWER)]
-            yield passage + "\n\n", edit(rng, passage, rng.choice((0, 0, 1, 2, 4, 8)))
-
-    return requests
+def edited(texts: tuple[str, ...], rng: Random) -> Iterator[Request]:
+    """Yield requests to repeat passages with a few words replaced, left out or put in."""
+    while True:
+        text = rng.choice(texts)
+        start = rng.randrange(max(1, len(text) - ANSWER))
+        passage = text[start : start + rng.randrange(100, ANSWER)]
+        yield passage + "\n\n", edit(rng, passage, rng.choice((0, 0, 1, 2, 4, 8)))
 
 
 def edit(rng: Random, text: str, changes: int) -> str:
-    """The text with so many words replaced by others of it, left out or put in."""
+    """Replace, leave out or put in some words."""
     words = text.split(" ")
     for _ in range(changes):
         at = rng.randrange(len(words))
@@ -76,7 +62,7 @@ def edit(rng: Random, text: str, changes: int) -> str:
 
 
 def scrambled(rng: Random) -> Iterator[Request]:
-    """Parts to be predicted again of a string that only its own earlier text foretells, of few characters or many."""
+    """Yield requests to repeat a part of a random string of few or many characters."""
     while True:
         characters = rng.sample(string.ascii_letters + string.digits, rng.choice((2, 3, 4, 8, 20, 60)))
         text = " ".join(rng.choices(characters, k=rng.randrange(60, 500)))
@@ -84,61 +70,48 @@ def scrambled(rng: Random) -> Iterator[Request]:
         yield text + "\n\n", text[start:]
 
 
-def asked_again(kind: Kind) -> Kind:
-    """Requests of a kind of which some come again later, and are answered alike but for a word or two."""
-
-    def requests(rng: Random) -> Iterator[Request]:
-        seen: list[Request] = []
-        for request in kind(rng):
-            seen.append(request)
-            while rng.random() < AGAIN:
-                prompt, answer = rng.choice(seen)
-                yield prompt, edit(rng, answer, rng.choice((0, 0, 0, 1)))
-            yield request
-
-    return requests
+def asked_again(kind: Kind, rng: Random) -> Iterator[Request]:
+    """Yield a kind's requests, of which some come again with almost the same answer."""
+    seen: list[Request] = []
+    for request in kind(rng):
+        seen.append(request)
+        while rng.random() < AGAIN:
+            prompt, answer = rng.choice(seen)
+            yield prompt, edit(rng, answer, rng.choice((0, 0, 0, 1)))
+        yield request
 
 
-def recorded(pairs: list[Request]) -> Kind:
-    """Recorded answers, in their order from somewhere on."""
-
-    def requests(rng: Random) -> Iterator[Request]:
-        start = rng.randrange(len(pairs))
-        while True:
-            yield pairs[start % len(pairs)]
-            start += 1
-
-    return requests
+def recorded(pairs: list[Request], rng: Random) -> Iterator[Request]:
+    """Yield recorded answers, in order from a random place on."""
+    start = rng.randrange(len(pairs))
+    while True:
+        yield pairs[start % len(pairs)]
+        start += 1
 
 
-def tasked(kind: str, texts: tasks.Material) -> Kind:
-    """Tasks of the bundled models, answered right."""
-
-    def requests(rng: Random) -> Iterator[Request]:
-        while True:
-            task = tasks.make(kind, rng, texts)
-            yield task.prompt, task.answer
-
-    return requests
+def tasked(kind: str, texts: tasks.Material, rng: Random) -> Iterator[Request]:
+    """Yield tasks of the bundled models, answered correctly."""
+    while True:
+        task = tasks.make(kind, rng, texts)
+        yield task.prompt, task.answer
 
 
 def kinds(books: Path, maths: Path, answers: Path, without: str) -> list[Kind]:
-    """Everything that sessions are made of."""
     texts = material.read(books, maths)
-    rows = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
     authors: dict[str, list[Request]] = {}
-    for row in rows:
+    for row in map(json.loads, answers.read_text(encoding="utf-8").splitlines()):
         if row["author"] != without:
             authors.setdefault(row["author"], []).append((row["prompt"], row["answer"]))
-    prose = continued(("\n\n".join(texts.prose),))
-    own = [tasked(kind, texts) for kind in ("table", "rag", "quote", "needle")]
-    changed = [edited(("\n\n".join(texts.prose),)), edited(texts.code)]
-    every = [prose, continued(texts.code), recorded(list(texts.maths)), *map(recorded, authors.values()), *own]
-    return [asked_again(kind) for kind in [*every, *changed, scrambled]]
+    whole = ("\n\n".join(texts.prose),)
+    own = [partial(tasked, kind, texts) for kind in ("table", "rag", "quote", "needle")]
+    replayed = [partial(recorded, pairs) for pairs in (list(texts.maths), *authors.values())]
+    every = [partial(continued, whole), partial(continued, texts.code), *replayed, *own]
+    changed = [partial(edited, whole), partial(edited, texts.code)]
+    return [partial(asked_again, kind) for kind in [*every, *changed, scrambled]]
 
 
 def learn(made_of: list[Kind], tokenizers: list[Tokenizer], sessions: int, most: float) -> logistic_mixer.Mixer:
-    """What was learned after so many sessions; rates are as if nothing had been seen more than ``most`` times."""
+    """Train on ``sessions`` sessions; no evidence counts as seen more than ``most`` times."""
     mixer = untrained()
     for session in range(sessions):
         rng = Random(session)

@@ -1,10 +1,8 @@
-"""Learn what recycled logits and known noise are worth, on top of what texts taught: writes prior.npy anew.
-
-    python -m benchmarks learn-recycled --model M --prompts FILE
+"""``python -m benchmarks learn-recycled``: what recycled logits and known noise are worth; writes prior.npy anew.
 
 Recorded texts have no logits. So a model answers prompts, in sessions of one to thirty, each with an empty index and
 the model's static lists. Every node of its drafts is scored, and every second session is sampled. What
-``learn-evidence`` learned from texts stays as it is: where there is no list, drafts are those of texts alone.
+``learn-evidence`` learned from texts stays as it is.
 """
 
 from __future__ import annotations
@@ -32,8 +30,7 @@ from forerun.trie.candidates import RECYCLED, RECYCLED_CELLS, SUBSTITUTE
 from forerun.trie.logistic_mixer import TEXT_SETS, Mixer
 from forerun.trie.trie import Trie, TrieConfig
 
-FIRST_WEIGHT = 0.3
-"""Weight of the new inputs before anything was learned."""
+FIRST_WEIGHT = 0.3  # weight of the new inputs before anything was learned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +62,9 @@ def run(options: RecycledOptions) -> None:
         engine = Engine(model, source, tokenizer=tokenizer, budget=options.budget, prune_drafts=False, _runtime=runtime)
         for prompt in session:
             engine.generate(
-                [{"role": "user", "content": prompt}],
-                max_new_tokens=options.tokens,
-                do_sample=number % 2 == 1,
-                temperature=options.temperature,
-                seed=number,
-            )
+                [{"role": "user", "content": prompt}], max_new_tokens=options.tokens, do_sample=number % 2 == 1,
+                temperature=options.temperature, seed=number,
+            )  # fmt: skip
         mixer = logistic_mixer.restore(source.trie.snapshot("default")[1])
         print(f"session {number}: {len(session)} prompts, rate {rate}", flush=True)
     keep_texts(mixer, texts)
@@ -79,7 +73,7 @@ def run(options: RecycledOptions) -> None:
 
 
 def started(texts: Mixer) -> Mixer:
-    """A mixer that knows of lists no more than that they are evidence like other evidence."""
+    """Return a mixer for which lists are evidence like other evidence."""
     mixer, blocks = untrained(), logistic_mixer.SETS // TEXT_SETS
     mixer.weights[:] = np.tile(texts.weights[:TEXT_SETS], (blocks, 1))
     mixer.weights[:, RECYCLED:SUBSTITUTE] = FIRST_WEIGHT
@@ -89,14 +83,14 @@ def started(texts: Mixer) -> Mixer:
 
 
 def keep_texts(mixer: Mixer, texts: Mixer) -> None:
-    """Put back what was learned of texts without lists."""
+    """Restore what was learned from texts without lists."""
     for part, known in zip(mixer.cells, texts.cells, strict=True):
         part[:RECYCLED_CELLS] = known[:RECYCLED_CELLS]
     mixer.weights[:TEXT_SETS], mixer.correction[:TEXT_SETS] = texts.weights[:TEXT_SETS], texts.correction[:TEXT_SETS]
 
 
 def sessions(prompts: list[str], rates: list[float]) -> Iterator[tuple[float, list[str]]]:
-    """All prompts once for each rate, in another order each time, cut into sessions."""
+    """Yield all prompts once for each rate, in another order each time, cut into sessions."""
     rng = Random(0)
     for rate in rates:
         left = rng.sample(prompts, len(prompts))

@@ -1,7 +1,7 @@
 """The optimizers: Muon for the matrices inside the layers, AdamW for embeddings, heads and norms.
 
-Muon is by Jordan (2024, https://kellerjordan.github.io/posts/muon/). torch's own multiplies in bfloat16, which took 50
-times as long as float32 on a CPU without such instructions: 7.5 of a step's 10 seconds for the bundled target.
+Muon is by Jordan (2024, https://kellerjordan.github.io/posts/muon/). torch's own multiplies in bfloat16, which is 50
+times as slow as float32 on a CPU without such instructions.
 """
 
 from __future__ import annotations
@@ -19,13 +19,9 @@ MOMENTUM = 0.95
 
 
 class Muon(Optimizer):
-    """Steps along the orthogonal matrix nearest to the momentum, in the type of the parameters.
-
-    Args:
-        params: matrices.
-        lr: learning rate, for a square matrix; taller ones take the root of their ratio more.
-        weight_decay: share of ``lr`` by which weights fade.
-    """
+    """Steps along the orthogonal matrix nearest to the momentum, in the parameters' type. ``lr`` is for a square
+    matrix; taller ones get the root of their ratio more. ``weight_decay`` is the share of ``lr`` by which weights
+    fade."""
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
@@ -44,7 +40,7 @@ class Muon(Optimizer):
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix ``[m, n]`` with all singular values taken near 1."""
+    """Return the matrix ``[m, n]`` with all singular values near 1."""
     a, b, c = NEWTON_SCHULZ
     x = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
     x = x / x.norm().clamp(min=1e-7)
@@ -55,12 +51,9 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def build(model: nn.Module, muon_rate: float, adam_rate: float) -> list[Optimizer]:
-    """Return the two optimizers; each parameter group keeps its full learning rate as `peak`."""
-    named = [
-        (p.ndim == 2 and "embed" not in name and "lm_head" not in name, p)
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    ]
+    """Return both optimizers; each group keeps its full learning rate as ``peak``."""
+    learned = [each for each in model.named_parameters() if each[1].requires_grad]
+    named = [(p.ndim == 2 and "embed" not in name and "lm_head" not in name, p) for name, p in learned]
     matrices, others = [p for inside, p in named if inside], [p for inside, p in named if not inside]
     optimizers: list[Optimizer] = [
         Muon(matrices, lr=muon_rate, weight_decay=0.01),
@@ -73,7 +66,7 @@ def build(model: nn.Module, muon_rate: float, adam_rate: float) -> list[Optimize
 
 
 def apply(optimizers: list[Optimizer], factor: float) -> None:
-    """Take one step at `factor` times the peak rates and clear the gradients."""
+    """Step at ``factor`` times the peak rates, and clear the gradients."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["peak"] * factor
@@ -91,7 +84,6 @@ def state(optimizers: list[Optimizer]) -> dict[str, torch.Tensor]:
 
 
 def restore(optimizers: list[Optimizer], flat: dict[str, torch.Tensor]) -> None:
-    """Restore the state that `state` returned."""
     for i, optimizer in enumerate(optimizers):
         full = optimizer.state_dict()
         full["state"] = {}

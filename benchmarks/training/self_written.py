@@ -1,10 +1,8 @@
 """Prompts and answers that a model writes itself, to train its head from.
 
-A chat model that is given its template up to where a user's message stands writes a user's message, and the messages
-are like those it was trained on (Xu et al., 2024, *Magpie*, section 2). So no file of prompts is needed.
-
-All is written in batches, and kept in a file line by line: the same call goes on where an earlier one ended. A line's
-seed is its number.
+A chat model writes a user's message after its template's beginning of one, like those it was trained on (Xu et al.,
+2024, *Magpie*, section 2). All is written in batches, and kept in a file line by line, which the same call continues. A
+line's seed is its number.
 """
 
 from __future__ import annotations
@@ -22,27 +20,20 @@ from forerun.cli.terminal import progress_bar, stderr
 from forerun.core.request import Request
 from forerun.engine.engine import Engine
 
-TOGETHER = 32
-"""Rows of a batch."""
-PROMPT_TOKENS = 192
-"""Most tokens of a prompt; one that has not ended by then is dropped."""
-MARK = "\ue000"
-"""Stands for the user's message in the template; a character that no template has."""
+TOGETHER = 32  # rows of a batch
+PROMPT_TOKENS = 192  # most tokens of a prompt; one that has not ended by then is dropped
+MARK = "\ue000"  # stands for the user's message in the template; a character that no template has
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    """The rows of a file of JSON lines; none if there is no file."""
     if not file.exists():
         return []
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
 def write_prompts(engine: Engine, tokenizer: PreTrainedTokenizerBase, count: int, file: Path) -> list[str]:
-    """``count`` different user's messages, by sampling at temperature 1.
-
-    Raises:
-        ValueError: for a tokenizer without a chat template.
-    """
+    """Return ``count`` different user's messages, sampled at temperature 1; raise ValueError without a chat
+    template."""
     if not tokenizer.chat_template:
         raise ValueError("this tokenizer has no chat template, so the model cannot write prompts: give --texts")
     template = tokenizer.apply_chat_template([{"role": "user", "content": MARK}], tokenize=False)
@@ -76,15 +67,10 @@ def write_prompts(engine: Engine, tokenizer: PreTrainedTokenizerBase, count: int
 
 
 def write_answers(
-    engine: Engine,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[str],
-    file: Path,
-    *,
-    max_new_tokens: int,
+    engine: Engine, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], file: Path, *, max_new_tokens: int,
     temperature: float,
-) -> dict[str, str]:
-    """The answer to each prompt; greedy at temperature 0."""
+) -> dict[str, str]:  # fmt: skip
+    """Return the answer to each prompt; greedy at temperature 0."""
     answers = {row["prompt"]: row["answer"] for row in read_rows(file)}
     missing = [prompt for prompt in dict.fromkeys(prompts) if prompt not in answers]
     began, encode = len(answers), TemplateEncoder(tokenizer)
@@ -108,7 +94,7 @@ def write_answers(
 def _run(
     engine: Engine, requests: Sequence[Request], tokenizer: PreTrainedTokenizerBase, end: int | None = None
 ) -> list[str]:
-    """The texts of all; where ``end`` is asked for, those that did not come to it are empty."""
+    """Return all outputs; with ``end``, those without it are empty."""
     for _ in engine.run(requests):
         pass
     ended = [end is None or int(request.generated[-1]) == end for request in requests]

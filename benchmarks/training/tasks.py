@@ -1,8 +1,7 @@
 """Seeded generators of tasks as (prompt, answer): one source for training, evaluation, the demo and benchmarks.
 
-`make(kind, rng, material)` returns a `Task` of one of `KINDS`. The same state of `rng` and the same material give the
-same task. Only 'maths', 'code' and 'prose' need material; the others invent filler without it. The prompt contains,
-word for word, what the answer needs, so that an answer can be checked by comparing strings.
+A state of ``rng`` and a material determine the task. Only 'maths', 'code' and 'prose' need material; the others invent
+filler without it. The prompt contains, word for word, what the answer needs, so that strings can be compared.
 """
 
 from __future__ import annotations
@@ -20,10 +19,8 @@ EOS = "<|endoftext|>"
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt and its answer, without the end-of-text token.
-
-    `sources` are the passages of the prompt that the answer repeats.
-    """
+    """A prompt and its answer, without the end-of-text token; ``sources`` are the prompt's passages that the answer
+    repeats."""
 
     kind: str
     prompt: str
@@ -41,14 +38,13 @@ class Material:
 
 
 def paragraph(rng: Random, material: Material) -> str:
-    """Return a paragraph of prose, or, if there is no prose, invented facts."""
     if material.prose:
         return rng.choice(material.prose)
     return " ".join(fact.sentence for fact in facts.subject(rng).facts)
 
 
 def filler(rng: Random, material: Material, chars: int) -> list[str]:
-    """Return consecutive paragraphs (or invented ones) of about `chars` characters in all."""
+    """Return consecutive paragraphs (or invented ones) of about ``chars`` characters."""
     start = rng.randrange(len(material.prose)) if material.prose else 0
     paragraphs: list[str] = []
     while sum(map(len, paragraphs)) < chars:
@@ -61,7 +57,7 @@ def filler(rng: Random, material: Material, chars: int) -> list[str]:
 
 
 def rag(rng: Random, material: Material, documents: int | None = None) -> Task:
-    """Several short documents, then a question; the answer quotes sentences of one document."""
+    """Ask about several short documents; the answer quotes sentences of one."""
     subjects = [facts.subject(rng) for _ in range(documents or rng.randint(2, 5))]
     texts = [" ".join(fact.sentence for fact in subject.facts) for subject in subjects]
     if material.prose and rng.random() < 0.2:
@@ -76,7 +72,7 @@ def rag(rng: Random, material: Material, documents: int | None = None) -> Task:
 
 
 def _ask(rng: Random, subject: facts.FactSubject) -> tuple[str, tuple[str, ...]]:
-    """Return a question about one, two or all facts of a subject, and the sentences that answer it."""
+    """Ask about one, two or all facts of a subject; return the sentences that answer it, too."""
     style = rng.choice(("one", "two", "all"))
     if style == "all":
         question = rng.choice(("What is known about {}?", "What do the documents say about {}?"))
@@ -88,7 +84,7 @@ def _ask(rng: Random, subject: facts.FactSubject) -> tuple[str, tuple[str, ...]]
 
 
 def needle(rng: Random, material: Material, chars: int | None = None) -> Task:
-    """A long text with a few hidden facts, then a question about one of them."""
+    """Ask for one of a few facts hidden in a long text."""
     paragraphs = filler(rng, material, chars or int(10 ** rng.uniform(2.3, 3.2)))
     hidden = [facts.needle(rng) for _ in range(rng.randint(1, 4))]
     for fact in hidden:
@@ -100,10 +96,8 @@ def needle(rng: Random, material: Material, chars: int | None = None) -> Task:
 
 
 def haystack(rng: Random, material: Material, chars: int, count: int) -> tuple[str, list[Task]]:
-    """A text of about `chars` characters with `count` hidden facts, and a task for each fact that follows the text.
-
-    In `needle` the text is part of the prompt; here all tasks share it, so that it is read only once.
-    """
+    """Return a text of about ``chars`` characters with ``count`` hidden facts, and a task for each fact, which follows
+    the text."""
     paragraphs = filler(rng, material, chars)
     hidden: dict[str, facts.Fact] = {}
     while len(hidden) < count:
@@ -133,7 +127,7 @@ _COLUMNS: dict[str, Callable[[Random], str | int]] = {
 
 
 def table(rng: Random, material: Material, rows: int | None = None, columns: int | None = None) -> Task:
-    """A table in Markdown (without outer pipes) or CSV, to be rewritten as a JSON list with one object per line."""
+    """Ask for a table in Markdown (without outer pipes) or CSV as a JSON list with one object per line."""
     headers = rng.sample(sorted(_COLUMNS), columns or rng.randint(2, 4))
     records = [{name: _COLUMNS[name](rng) for name in headers} for _ in range(rows if rows else rng.randint(2, 7))]
     separator, rule = (" | ", ["|".join(["---"] * len(headers))]) if rng.random() < 0.5 else (",", [])
@@ -144,7 +138,7 @@ def table(rng: Random, material: Material, rows: int | None = None, columns: int
 
 
 def quote(rng: Random, material: Material) -> Task:
-    """A passage to be quoted: all of it, or the sentence with a given start."""
+    """Ask for a passage, or for its sentence with a given start."""
     passage = paragraph(rng, material)[: rng.randint(150, 900)]
     sentences = [part for part in re.split(r"(?<=[.!?]) +", passage) if len(part.split()) >= 6]
     if not sentences or rng.random() < 0.3:
@@ -161,7 +155,7 @@ def maths(rng: Random, material: Material) -> Task:
 
 
 def code(rng: Random, material: Material, lines: int = 16) -> Task:
-    """The lines of a file up to a point, and the `lines` that follow."""
+    """Ask for the ``lines`` of a file after a point."""
     source = rng.choice(material.code).split("\n")
     start = rng.randrange(max(1, len(source) - 3 * lines))
     middle = start + 2 * lines
@@ -169,7 +163,7 @@ def code(rng: Random, material: Material, lines: int = 16) -> Task:
 
 
 def prose(rng: Random, material: Material) -> Task:
-    """Three paragraphs of a book, and the one that follows."""
+    """Ask for the paragraph after three of a book."""
     start = rng.randrange(max(1, len(material.prose) - 3))
     text = material.prose[start : start + 4]
     return Task("prose", "\n\n".join(text[:-1]), "\n\n" + text[-1])
@@ -181,13 +175,8 @@ KINDS: dict[str, Callable[[Random, Material], Task]] = {
 
 
 def make(kind: str, rng: Random, material: Material | None = None) -> Task:
-    """Return a task of the named kind.
-
-    Raises
-    ------
-    ValueError
-        If `kind` is not in `KINDS`, or needs material that was not given.
-    """
+    """Return a task of a kind of ``KINDS``; raise ValueError for another kind, or if it needs material that was not
+    given."""
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {kind!r}")
     material = material or Material()

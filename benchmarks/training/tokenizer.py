@@ -1,8 +1,5 @@
-"""The tokenizer of both models: byte-level BPE, 4,096 tokens, one token per digit.
-
-Byte-level means lossless: decoding gives back any text exactly. Training is not random: the same texts in the same
-order give the same tokenizer.
-"""
+"""The tokenizer of both models: byte-level BPE, so decoding is lossless; 4,096 tokens, one token per digit. Training is
+deterministic."""
 
 from __future__ import annotations
 
@@ -31,33 +28,22 @@ def sample(material: Material, seed: int = 0, synthetic: int = 3000) -> Iterator
 
 
 def train(texts: Iterator[str], vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
-    """Learn a byte-level BPE of `vocabulary` tokens from `texts`."""
     tokenizer = Tokenizer(models.BPE())
     split = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(split)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[EOS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    given = {"special_tokens": [EOS], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary, show_progress=False, **given)
     tokenizer.train_from_iterator(texts, trainer)
     return wrap(tokenizer)
 
 
 def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """Wrap a `tokenizers.Tokenizer` for transformers."""
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=EOS,
-        eos_token=EOS,
-        pad_token=EOS,
-        model_max_length=131072,
+        tokenizer_object=tokenizer, bos_token=EOS, eos_token=EOS, pad_token=EOS, model_max_length=131072,
         clean_up_tokenization_spaces=False,
-    )
+    )  # fmt: skip
 
 
 def load(folder: Path) -> PreTrainedTokenizerFast:
-    """Load the tokenizer that `save_pretrained(folder)` wrote."""
     return wrap(Tokenizer.from_file(str(folder / "tokenizer.json")))

@@ -1,10 +1,7 @@
-"""Trains the two bundled models: `python -m benchmarks train-bundled --books DIR --maths FILE --out DIR`.
+"""``python -m benchmarks train-bundled``: make the tokenizer, the target and the draft, or a hybrid out of the target.
 
-It makes the tokenizer, the target and the draft, in this order. Finished ones are skipped, unfinished ones continued;
-the same command resumes an interrupted run. The draft learns from the target's distributions (Hinton et al., 2015).
-With `--hybrid` it makes none of these, but a hybrid out of the bundled target (`hybrid.py`).
-Progress goes to `<out>/<name>/log.jsonl`, and to stderr if that is a terminal. A model is exported to `--weights`
-halfway through its schedule and at the end.
+Finished ones are skipped, unfinished ones continued. The draft learns from the target's distributions (Hinton et al.,
+2015). Progress goes to ``<out>/<name>/log.jsonl``. A model is exported halfway through its schedule and at the end.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ EARLY_EXPORT = 0.5
 
 
 def token_losses(model: PreTrainedModel, batch: Batch, teacher: PreTrainedModel | None) -> torch.Tensor:
-    """Return the loss of every token but the first of each row: [rows, length - 1]."""
+    """Return the loss of every token but a row's first: ``[rows, length - 1]``."""
     logits = _logits(model, batch)[:, :-1].float()
     if teacher is None:
         wanted = batch.tokens[:, 1:].flatten()
@@ -93,7 +90,6 @@ class ModelTraining(Training):
         return losses.sum() / weights.sum(), batch.tokens.numel()
 
     def train(self, weights: Path, stop_after: int | None = None) -> PreTrainedModel:
-        """Train, and export the model halfway and at the end."""
 
         def halfway(before: float) -> None:
             if before < EARLY_EXPORT <= self.progress:
@@ -105,7 +101,7 @@ class ModelTraining(Training):
 
 
 def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Replace `folder` by the model in bfloat16 and its tokenizer, in one step, for transformers."""
+    """Replace ``folder`` atomically by the model in bfloat16 and its tokenizer."""
     eos = int(tokenizer.eos_token_id)
     half = copy.deepcopy(model).to(torch.bfloat16)
     half.generation_config = GenerationConfig(eos_token_id=eos, bos_token_id=eos, pad_token_id=eos, do_sample=False)
@@ -120,7 +116,6 @@ def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: P
 
 
 def shared_tokenizer(texts: Material, out: Path, vocabulary: int) -> PreTrainedTokenizerFast:
-    """Load the tokenizer from `out`, or train it and save it there."""
     folder = out / "tokenizer"
     if not (folder / "tokenizer.json").exists():
         trained = tokenizer.train(tokenizer.sample(texts), vocabulary)
@@ -128,14 +123,7 @@ def shared_tokenizer(texts: Material, out: Path, vocabulary: int) -> PreTrainedT
     return tokenizer.load(folder)
 
 
-def train_both(texts: Material, target: Recipe, draft: Recipe, out: Path, weights: Path) -> None:
-    data = corpus.build(texts, shared_tokenizer(texts, out, target.shape.vocabulary))
-    teacher = ModelTraining("target", target, data, out).train(weights).eval()
-    ModelTraining("draft", draft, data, out, teacher).train(weights)
-
-
 def train_hybrid(texts: Material, plan: Recipe, out: Path, weights: Path) -> PreTrainedModel:
-    """Train a hybrid on the bundled target's distributions."""
     folder = forerun.reference.bundled("target")
     teacher: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     data = corpus.build(texts, tokenizer.load(folder))
@@ -144,7 +132,7 @@ def train_hybrid(texts: Material, plan: Recipe, out: Path, weights: Path) -> Pre
 
 
 def train_quick(out: Path, weights: Path, stop_after: int | None = None) -> None:
-    """Train a tiny target for a few steps on invented tasks: it shows that the recipe runs, not that it works."""
+    """Train a tiny target for a few steps on invented tasks, to show that the recipe runs."""
     rng = Random(0)
     texts = Material(tuple(tasks.paragraph(rng, Material()) for _ in range(200)))
     plan = Recipe(recipe.TINY, stages=recipe.QUICK, steps=8, log_every=2)
@@ -156,18 +144,11 @@ def train_quick(out: Path, weights: Path, stop_after: int | None = None) -> None
 class TrainOptions(DebugOptions):
     """Train the bundled target and draft, or a hybrid out of the target."""
 
-    hybrid: Annotated[bool, typer.Option(help="Make a hybrid (LFM2) out of the bundled target, and nothing else.")] = (
-        False
-    )
+    hybrid: Annotated[bool, typer.Option(help="Make only a hybrid (LFM2) out of the bundled target.")] = False
     books: Annotated[Path | None, typer.Option(help="A folder of .txt books.")] = None
     maths: Annotated[Path | None, typer.Option(help="A JSON-lines file of {prompt, answer}.")] = None
-    out: Annotated[
-        Path | None, typer.Option(help=f"Where checkpoints and logs go; default {OUT}, if quick {OUT}/quick.")
-    ] = None
-    weights: Annotated[
-        Path | None,
-        typer.Option(help="Where models go; default the package, if quick or hybrid weights in --out."),
-    ] = None
+    out: Annotated[Path | None, typer.Option(help=f"Of checkpoints and logs; default {OUT} or below.")] = None
+    weights: Annotated[Path | None, typer.Option(help="Of models; default the package, or below --out.")] = None
     minutes: Annotated[float, typer.Option(help="Minutes for the target, of all threads.")] = 60.0
     draft_minutes: Annotated[float, typer.Option(help="Minutes for the draft.")] = 12.0
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2
@@ -191,4 +172,6 @@ def run(options: TrainOptions) -> None:
         train_hybrid(texts, replace(target, stages=recipe.HYBRID_STAGES), out, weights)
         return
     draft = replace(target, shape=recipe.DRAFT, stages=recipe.DRAFT_STAGES, minutes=options.draft_minutes, seed=1)
-    train_both(texts, target, draft, out, weights)
+    data = corpus.build(texts, shared_tokenizer(texts, out, target.shape.vocabulary))
+    teacher = ModelTraining("target", target, data, out).train(weights).eval()
+    ModelTraining("draft", draft, data, out, teacher).train(weights)

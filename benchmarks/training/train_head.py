@@ -1,8 +1,7 @@
-"""Train a head for a model: ``python -m benchmarks train-head --model M --out FOLDER``.
+"""``python -m benchmarks train-head``: train a head for a model, from texts that it wrote.
 
-It learns the target's distributions at the tokens of answers that the model wrote, and of prompts too if none are given
-(``trainable_heads.py``). The same command resumes a run that was interrupted. Hidden states are computed once per
-sequence and kept in memory.
+The head learns the target's distributions at the tokens of answers (``trainable_heads.py``). The same command resumes
+an interrupted run. Hidden states are computed once per sequence and kept in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import torch
 import typer
 from torch import nn
 from torch.nn import functional
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from benchmarks.training.self_written import read_rows, write_answers, write_prompts
 from benchmarks.training.trainable_heads import Kind, TrainableEagle3, TrainableHead, TrainableMtp
@@ -35,8 +34,8 @@ from forerun.models.forward.scorer import Scorer
 from forerun.models.loading.load import load
 
 MUON_RATE = 0.02
-"""Learning rate at first of the layer's matrices, without a unit: Muon's steps are orthogonal matrices. SmolLM2's loss
-after 60 steps was 15.6 at half of it, 14.2 here with three times AdamW's rate, and 14.7 with AdamW alone."""
+"""First learning rate of the layer's matrices, without a unit, as Muon's steps are orthogonal. SmolLM2's loss after 60
+steps was 15.6 at half of it, 14.2 here with three times AdamW's rate, and 14.7 with AdamW alone."""
 
 
 class Matrix(enum.StrEnum):
@@ -53,18 +52,14 @@ class HeadOptions(DebugOptions):
     model: Annotated[str, typer.Option(help="The target: a folder, a GGUF file, or bundled.")]
     out: Annotated[Path, typer.Option(help="The head's folder; for mtp, of the target with its head.")]
     kind: Annotated[Kind, typer.Option(help="What to train.")] = Kind.EAGLE3
-    texts: Annotated[
-        Path | None, typer.Option(help="JSON lines of {prompt} or {prompt, answer}; else the model writes prompts too.")
-    ] = None
+    texts: Annotated[Path | None, typer.Option(help="JSON lines of {prompt}, perhaps {prompt, answer}.")] = None
     prompts: Annotated[int, typer.Option(help="Prompts that the model writes, without --texts.")] = 2000
     temperature: Annotated[float, typer.Option(help="Of the answers; 0 for greedy.")] = 0.8
     minutes: Annotated[float, typer.Option(help="Processor minutes of training, of all threads.")] = 60.0
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
     draft_vocab: Annotated[int, typer.Option(help="Tokens that it is trained on: the most frequent ones.")] = 8192
-    matrix: Annotated[
-        Matrix, typer.Option(help="EAGLE-3's output matrix: a private one for these tokens, or the target's, for all.")
-    ] = Matrix.OWN
+    matrix: Annotated[Matrix, typer.Option(help="EAGLE-3's output matrix: its own, or the target's.")] = Matrix.OWN
     ahead: Annotated[int, typer.Option(help="Steps of training-time test.")] = 3
     length: Annotated[int, typer.Option(help="Tokens of a prompt and answer that are used.")] = 384
     batch: Annotated[int, typer.Option(help="Answers of a step.")] = 4
@@ -83,12 +78,7 @@ class Example:
 
 
 class HeadTraining(Training):
-    """The training of a head.
-
-    Args:
-        target: makes the passes of the model, which does not change.
-        model: the head.
-    """
+    """The training of a head, ``model``, for a target that does not change."""
 
     largest_norm = 0.5
 
@@ -108,15 +98,13 @@ class HeadTraining(Training):
         """Return the loss of some examples, and note how often each step of drafting is right."""
         chosen = Random(self.done.step).sample(self.examples, min(self.options.batch, len(self.examples)))
         loss, right = self.model.losses(*self._batch(chosen), self.head, self.options.ahead)
-        for name, figure in {
-            "loss": float(loss.detach()),
-            **{f"right {i}": each for i, each in enumerate(right, 1)},
-        }.items():
-            self.recent[name].append(figure)
+        self.recent["loss"].append(float(loss.detach()))
+        for number, each in enumerate(right, 1):
+            self.recent[f"right {number}"].append(each)
         return loss, sum(len(example.tokens) for example in chosen)
 
     def _batch(self, examples: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """States, embeddings, last states and the mask, padded on the right."""
+        """Return states, embeddings, last states and the mask, padded on the right."""
         for example in examples:
             if example.states is None:
                 self._look(example)
@@ -153,15 +141,17 @@ def run(options: HeadOptions) -> None:
     if len(examples) < 2:
         raise ValueError(f"{len(examples)} examples are long enough to learn from; at least 2 are needed")
     known = frequent(examples, options.draft_vocab, int(target.get_input_embeddings().weight.shape[0]))
-    model = make(options, target, known).to(target.device)
-    training = HeadTraining(engine.target, model, examples, options)
+    frozen, eagle31 = options.matrix is Matrix.TARGET, options.kind is Kind.EAGLE31
+    mtp = options.kind is Kind.MTP
+    model = TrainableMtp(target, known) if mtp else TrainableEagle3(target, known, frozen, eagle31)
+    training = HeadTraining(engine.target, model.to(target.device), examples, options)
     estimate(training)
     training.fit("head")
     model.export(target, options.out)
 
 
 def answered(options: HeadOptions, engine: Engine, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, str]]:
-    """All rows with answers; prompts and answers that are missing are written now, and kept beside the head."""
+    """Return rows with answers; write missing prompts and answers beside the head."""
     rows = read_rows(options.texts) if options.texts else []
     prompts = [row["prompt"] for row in rows if "answer" not in row]
     if prompts or not options.texts:
@@ -177,7 +167,7 @@ def answered(options: HeadOptions, engine: Engine, tokenizer: PreTrainedTokenize
 
 
 def encoded(row: dict[str, str], tokenizer: PreTrainedTokenizerBase, options: HeadOptions) -> Example | None:
-    """A row as tokens; None for one that is too short to learn from."""
+    """Encode a row; return None for one too short to learn from."""
     before = TemplateEncoder(tokenizer)(row["prompt"])
     tokens = [*before, *tokenizer(row["answer"], add_special_tokens=False)["input_ids"]][: options.length]
     enough = len(tokens) > len(before) + options.ahead and len(tokens) > 2 * options.ahead
@@ -185,7 +175,7 @@ def encoded(row: dict[str, str], tokenizer: PreTrainedTokenizerBase, options: He
 
 
 def frequent(examples: Sequence[Example], count: int, vocabulary: int) -> torch.Tensor:
-    """The most frequent tokens of answers, then those of the lowest ids; ascending, int64."""
+    """Return the most frequent tokens of answers, then those of the lowest ids; ascending, int64."""
     seen = Counter(token for example in examples for token in example.tokens[example.answer :])
     order = [token for token, _ in seen.most_common(count)]
     rest = (token for token in range(vocabulary) if token not in seen)
@@ -193,14 +183,8 @@ def frequent(examples: Sequence[Example], count: int, vocabulary: int) -> torch.
     return torch.tensor(sorted(order), dtype=torch.int64)
 
 
-def make(options: HeadOptions, target: PreTrainedModel, known: torch.Tensor) -> TrainableHead:
-    if options.kind is Kind.MTP:
-        return TrainableMtp(target, known)
-    return TrainableEagle3(target, known, options.matrix is Matrix.TARGET, options.kind is Kind.EAGLE31)
-
-
 def estimate(training: HeadTraining) -> None:
-    """Say how far the time will go, by the time of two steps that are then undone."""
+    """Print how far the time will go, by two steps that are then undone."""
     began = training.done
     for _ in range(2):
         training.advance()

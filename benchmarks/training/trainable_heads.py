@@ -23,10 +23,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from benchmarks.training.hybrid import renamed
 from forerun.models.heads.qwen_mtp import PREFIX, STATED
 
-DECAY = 0.8
-"""Weight of a step's loss relative to the previous step's; the authors' value."""
-Earlier = list[tuple[torch.Tensor, torch.Tensor]]
-"""Keys and values ``[B, H, n, d]`` of each earlier step."""
+DECAY = 0.8  # weight of a step's loss relative to the previous step's; the authors' value
+Earlier = list[tuple[torch.Tensor, torch.Tensor]]  # keys and values [B, H, n, d] of each earlier step
 
 
 class Kind(enum.StrEnum):
@@ -38,12 +36,8 @@ class Kind(enum.StrEnum):
 
 
 class TrainableLayer(nn.Module):
-    """A decoder layer, named as in Llama.
-
-    Args:
-        wide: size of the attention's input.
-        normed: whether queries and keys have norms, named as in LFM2.
-    """
+    """A decoder layer, named as in Llama. ``wide`` is the size of the attention's input; ``normed`` queries and keys
+    have norms, named as in LFM2."""
 
     def __init__(self, config: LlamaConfig, wide: int, normed: bool = False) -> None:
         super().__init__()
@@ -54,9 +48,8 @@ class TrainableLayer(nn.Module):
         for part in "qk" if normed else "":
             self.self_attn[f"{part}_layernorm"] = LlamaRMSNorm(self.dim, config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
-        self.input_layernorm, self.post_attention_layernorm = (
-            LlamaRMSNorm(size, config.rms_norm_eps) for _ in range(2)
-        )
+        self.input_layernorm = LlamaRMSNorm(size, config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(size, config.rms_norm_eps)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor, angles: Any, earlier: Earlier) -> torch.Tensor:
         """Run a step over all entries, ``[B, n, wide]`` to ``[B, n, hidden]``; its keys and values are added to
@@ -78,7 +71,6 @@ class TrainableLayer(nn.Module):
         return left
 
     def _projected(self, part: str, x: torch.Tensor) -> torch.Tensor:
-        """Return queries, keys or values, ``[B, n, H, d]``."""
         own: torch.Tensor = self.self_attn[f"{part}_proj"](x).unflatten(-1, (-1, self.dim))
         norm = f"{part}_layernorm"
         return self.self_attn[norm](own) if norm in self.self_attn else own
@@ -88,26 +80,19 @@ class TrainableHead(nn.Module):
     """What both kinds share. Parameters have their names in files.
 
     Args:
-        target: gives the sizes, and the output matrix at first.
+        target: gives the sizes, and the output matrix at first, which stays if ``frozen``.
         known: the target's ids of the tokens to train on, ascending.
         layers: of the target that are read, as ``Scorer.score_rows`` numbers them.
-        frozen: whether the output matrix stays the target's.
         eps: of the norms.
-        more: configuration entries beyond the target's, or in place of them, among them those of rotary positions.
+        more: configuration entries beyond the target's, or in place of them.
     """
 
-    feeds_normed: bool
-    """Whether later steps run over normalised output."""
+    feeds_normed: bool  # whether later steps run over normalised output
 
     def __init__(
-        self,
-        target: PreTrainedModel,
-        known: torch.Tensor,
-        layers: Sequence[int],
-        frozen: bool,
-        eps: float,
+        self, target: PreTrainedModel, known: torch.Tensor, layers: Sequence[int], frozen: bool, eps: float,
         more: dict[str, Any],
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         base = target.config.get_text_config(decoder=True)
         size, heads = int(base.hidden_size), int(base.num_attention_heads)
@@ -147,19 +132,13 @@ class TrainableHead(nn.Module):
         raise NotImplementedError
 
     def losses(
-        self,
-        states: torch.Tensor,
-        embeddings: torch.Tensor,
-        last: torch.Tensor,
-        mask: torch.Tensor,
-        head: torch.Tensor,
-        ahead: int,
-    ) -> tuple[torch.Tensor, list[float]]:
+        self, states: torch.Tensor, embeddings: torch.Tensor, last: torch.Tensor, mask: torch.Tensor,
+        head: torch.Tensor, ahead: int,
+    ) -> tuple[torch.Tensor, list[float]]:  # fmt: skip
         """Return the weighted loss of all steps, and how often each step's best token is the target's.
 
         Args:
-            states: the target's, ``[B, n, layers * hidden]``.
-            embeddings: of the tokens, ``[B, n, hidden]``.
+            states, embeddings: the target's, ``[B, n, layers * hidden]``, and of the tokens, ``[B, n, hidden]``.
             last: the states that the target's output matrix multiplies, ``[B, n, hidden]``.
             mask: 1 where the next token is of an answer, ``[B, n]``.
             head: the target's rows of the known tokens, ``[D, hidden]``.
@@ -180,26 +159,24 @@ class TrainableHead(nn.Module):
         return total, right
 
     def learned(self) -> dict[str, torch.Tensor]:
-        """Return what was learned, by name."""
         named = ((name, weight) for name, weight in self.named_parameters() if weight.requires_grad)
         return {name: weight.detach().cpu().contiguous() for name, weight in named}
 
     def export(self, target: PreTrainedModel, out: Path) -> None:
-        """Write the head so that it can be loaded; ``target`` is what it was trained for."""
         raise NotImplementedError
 
 
 class TrainableEagle3(TrainableHead):
-    """An EAGLE-3 head, written in its authors' format; vLLM and SGLang load it, too.
-
-    Args:
-        eagle31: whether each state has a norm, and normalised output is fed back.
-    """
+    """An EAGLE-3 head, written in its authors' format; vLLM and SGLang load it, too. ``eagle31``: each state has a
+    norm, and normalised output is fed back."""
 
     def __init__(
         self, target: PreTrainedModel, known: torch.Tensor, frozen: bool = False, eagle31: bool = False
     ) -> None:
-        super().__init__(target, known, aux_layers(target), frozen, 1e-5, {"rope_theta": 10000.0})
+        count = int(target.config.get_text_config(decoder=True).num_hidden_layers)
+        # those that other engines read by default, if there are enough
+        layers = (2, count // 2, count - 3) if count >= 6 else (1, max(1, count // 2), max(1, count - 1))
+        super().__init__(target, known, layers, frozen, 1e-5, {"rope_theta": 10000.0})
         size, count, self.feeds_normed = self.llama.hidden_size, len(self.layers), eagle31
         self.fc_norm = nn.ModuleList(self.new_norm() for _ in self.layers if eagle31)
         self.fc = nn.Linear(count * size, size, bias=False)
@@ -239,21 +216,16 @@ class TrainableEagle3(TrainableHead):
 
 
 class TrainableMtp(TrainableHead):
-    """An MTP layer for a Llama or an LFM2, written into a copy of the target's folder, named as Qwen's.
-
-    Raises:
-        ValueError: for a target of another architecture, or that is not a folder.
-    """
+    """An MTP layer for a Llama or an LFM2, written into a copy of the target's folder, named as Qwen's; raises
+    ValueError for another target."""
 
     feeds_normed = True
 
     def __init__(self, target: PreTrainedModel, known: torch.Tensor) -> None:
         config = target.config
         if config.model_type not in ("llama", "lfm2") or not Path(target.name_or_path).is_dir():
-            raise ValueError(
-                f"an MTP layer is trained for a Llama or an LFM2 in a folder; this is a {config.model_type} in "
-                f"{target.name_or_path}"
-            )
+            this = f"a {config.model_type} in {target.name_or_path}"
+            raise ValueError(f"an MTP layer is trained for a Llama or an LFM2 in a folder; this is {this}")
         self.is_lfm2 = config.model_type == "lfm2"
         layers, more = (int(config.num_hidden_layers),), {"rope_parameters": config.rope_parameters}
         if self.is_lfm2:  # which may round its configuration's size
@@ -279,24 +251,16 @@ class TrainableMtp(TrainableHead):
         for file in Path(target.name_or_path).iterdir():
             if file.is_file():
                 shutil.copyfile(file, out / file.name)
-        learned = {
-            name.replace("layer.", "layers.0.", 1): each.to(target.dtype) for name, each in self.learned().items()
-        }
-        named = {renamed(name) if self.is_lfm2 else name: each for name, each in learned.items()}
+        layered = {name.replace("layer.", "layers.0.", 1): each for name, each in self.learned().items()}
+        named = {renamed(name) if self.is_lfm2 else name: each.to(target.dtype) for name, each in layered.items()}
         save_file({f"{PREFIX}{name}": each for name, each in named.items()}, out / "mtp.safetensors")
         config = json.loads((out / "config.json").read_text())
         (out / "config.json").write_text(json.dumps({**config, STATED: 1}, indent=2))
 
 
 def start(layer: nn.Module) -> None:
-    """Initialise a layer's matrices, with the same ones each time."""
+    """Initialise a layer's matrices, equally each time."""
     torch.manual_seed(0)
     for weight in layer.parameters():
         if weight.dim() == 2:
             nn.init.normal_(weight, std=0.02)
-
-
-def aux_layers(target: PreTrainedModel) -> tuple[int, int, int]:
-    """Return the layers that other engines read by default, if there are enough."""
-    count = int(target.config.get_text_config(decoder=True).num_hidden_layers)
-    return (2, count // 2, count - 3) if count >= 6 else (1, max(1, count // 2), max(1, count - 1))

@@ -1,8 +1,7 @@
 """Training step by step, with checkpoints and a log; the same call resumes an interrupted run.
 
-A checkpoint has tensors as safetensors and the rest as JSON. Its folder is complete or absent: it is written under
-another name, the old folder is renamed to '.old', and the new one to its final name. Between the two renames `locate`
-finds the '.old' one.
+A checkpoint's folder is complete or absent: it is written under another name, the old folder is renamed to '.old', and
+the new one to its final name. Between the two renames ``locate`` finds the '.old' one.
 """
 
 from __future__ import annotations
@@ -33,16 +32,12 @@ class Progress:
 
 
 class Training:
-    """A model that is trained in a folder. A subclass defines the schedule and the loss.
-
-    Seconds are processor time divided by threads, so a schedule in minutes pauses while other work runs.
-    """
+    """A model that is trained in a folder; a subclass defines the schedule and the loss. Seconds are processor time
+    divided by threads, so a schedule in minutes pauses while other work runs."""
 
     log_every = 20
-    checkpoint_every = 120.0
-    """Seconds."""
-    largest_norm = 1.0
-    """Gradients are clipped to it."""
+    checkpoint_every = 120.0  # seconds
+    largest_norm = 1.0  # gradients are clipped to it
 
     def __init__(self, model: nn.Module, folder: Path, muon_rate: float, adam_rate: float) -> None:
         self.model, self.folder = model, folder
@@ -56,11 +51,10 @@ class Training:
 
     @property
     def progress(self) -> float:
-        """Return the progress, from 0 to 1."""
+        """From 0 to 1."""
         raise NotImplementedError
 
     def rate(self) -> float:
-        """Return the factor on the learning rates."""
         raise NotImplementedError
 
     def loss(self) -> tuple[torch.Tensor, int]:
@@ -108,7 +102,7 @@ class Training:
 
 
 def replace(folder: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill an empty folder, then replace `folder` by it."""
+    """Let ``write`` fill an empty folder, then replace ``folder`` by it."""
     new, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
@@ -121,13 +115,11 @@ def replace(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def locate(folder: Path) -> Path | None:
-    """Return the complete checkpoint at `folder`, if there is one."""
     candidates = (folder, folder.with_name(folder.name + ".old"))
     return next((path for path in candidates if (path / "state.json").exists()), None)
 
 
 def save(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], progress: Progress) -> None:
-    """Write the model, the optimizers and the progress."""
 
     def write(new: Path) -> None:
         save_file({name: p.detach().clone() for name, p in model.named_parameters()}, new / "model.safetensors")
@@ -138,7 +130,7 @@ def save(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]
 
 
 def load(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Progress:
-    """Restore `model` and `optimizers` from what `save` wrote; return the progress, 0 without a checkpoint."""
+    """Restore ``model`` and ``optimizers``; return the progress, 0 without a checkpoint."""
     found = locate(folder)
     if found is None:
         return Progress()

@@ -65,12 +65,10 @@ def invent(rng: Random) -> str:
 
 
 def person(rng: Random) -> str:
-    """Return a first name and an invented surname."""
     return f"{rng.choice(FIRST_NAMES)} {invent(rng)}"
 
 
 def place(rng: Random) -> str:
-    """Return the name of a place that does not exist."""
     return invent(rng) + (rng.choice(ENDINGS) if rng.random() < 0.5 else "")
 
 
@@ -80,12 +78,10 @@ def thing(rng: Random) -> str:
 
 
 def date(rng: Random) -> str:
-    """Return a date such as '4 May 1893'."""
     return f"{rng.randint(1, 28)} {rng.choice(MONTHS)} {rng.randint(1700, 2030)}"
 
 
 def code(rng: Random) -> str:
-    """Return an access code: digits, or letters and digits."""
     if rng.random() < 0.7:
         return str(rng.randint(10**3, 10 ** rng.randint(4, 6) - 1))
     letters = "".join(rng.choice("ABCDEFGHJKLMNPQRSTUVWXYZ") for _ in range(rng.randint(1, 3)))

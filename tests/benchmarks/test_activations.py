@@ -8,16 +8,7 @@ from support.compiled_models import kept
 from transformers import PreTrainedModel
 
 from benchmarks.peers.process import Peer
-from benchmarks.studies.activations import (
-    ActivationsOptions,
-    Reader,
-    compare,
-    divergences,
-    log_probabilities,
-    read_by,
-    texts,
-    windows,
-)
+from benchmarks.studies.activations import Reader, compare, divergences, log_probabilities, read_by
 
 
 def read(model: PreTrainedModel) -> Reader:
@@ -60,18 +51,3 @@ def test_divergences_of_texts_are_weighted_by_their_tokens():
         "| m | 4.00e-01 | 3.00e-01 | 2.00e-01 | 0.67 |",
         "| n | - | 3.00e-01 | 4.00e-01 | 1.33 |",
     ]
-
-
-def test_texts_are_cut_into_pieces_of_at_most_a_window():
-    assert [len(piece[0]) for piece in windows(range(2000), 1100)] == [512, 512, 76]
-    assert [len(piece[0]) for piece in windows(range(514), 9999)] == [512, 2]
-    assert [len(piece[0]) for piece in windows(range(513), 9999)] == [512]
-
-
-def test_three_kinds_of_text_are_at_hand():
-    assert all(len(text) > 20_000 for text in texts(None).values()) and len(texts(None)) == 3
-
-
-def test_a_model_is_needed():
-    with pytest.raises(ValueError, match="--model"):
-        ActivationsOptions()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,9 +18,9 @@ from benchmarks.reporting.study_report import Report
 from benchmarks.server import client, load_report, servers
 from benchmarks.server import load_bench as bench
 from benchmarks.server.client import Answer, Level, LoadRequest, Reply, ServerEndpoint, arrivals, events, mixed, parsed
-from benchmarks.server.load_bench import Round, ServeBench, gaps, long_row, sample
+from benchmarks.server.load_bench import Round, ServeBench
 from benchmarks.server.load_command import CLIENT_TURNS, build_levels, needed
-from benchmarks.server.load_figures import STEP_PARTS, figures, medians, percentile
+from benchmarks.server.load_figures import figures
 from benchmarks.server.servers import ServedModel, ServerContestant, ServerError
 from forerun.bench.journal import Journal, Turn
 from forerun.bench.rounds import PLAIN as PLAIN_NAME
@@ -61,14 +60,6 @@ def test_arrivals_are_those_of_a_poisson_process_and_follow_from_the_seed():
     halves = sum(gap > 0.2 for gap in gaps) / len(gaps)
     assert halves == pytest.approx(2.718**-1, abs=0.03)
     assert found == arrivals(5.0, 4001, 3) != arrivals(5.0, 4001, 4)
-
-
-def test_percentiles_are_right():
-    assert percentile([], 50) is None
-    assert percentile([3.0], 99) == 3.0
-    assert percentile([4.0, 1.0, 3.0, 2.0, 5.0], 50) == 3.0
-    assert percentile(list(range(101)), 99) == 99.0
-    assert percentile([0.0, 1.0], 50) == 0.5
 
 
 def test_requests_are_mixed_and_no_level_knows_the_answers_of_another():
@@ -122,32 +113,6 @@ def test_what_is_no_whole_answer_is_an_error_and_counts_as_that_alone(reply, err
     assert row["first_p50"] == 0.5 and row["gap_p99"] == pytest.approx(0.1) and row["each_p50"] == pytest.approx(0.1)
 
 
-def test_medians_are_over_rounds_and_counts_are_sums():
-    (request,) = requests_of(1)
-    found = medians([figures([answered(request, [0.5], seconds, 4)], seconds, 0.0) for seconds in (1.0, 2.0, 4.0)])
-    assert (found["tokens_per_second"], found["slowest"], found["fastest"]) == (2.0, 1.0, 4.0)
-    assert (found["requests"], found["rounds"], found["gap_p50"]) == (3, 3, None)
-
-
-def test_the_parts_of_a_loads_time_and_what_is_idle_are_all_of_it():
-    (request,) = requests_of(1)
-    parts = {"read": 1.0, "propose": 0.25, "score": 0.5, "verify": 0.25, "other": 0.5}
-    row = figures([answered(request, [0.5], 4.0, 8)], 4.0, 0.0, parts)
-    assert [row[part] for part in STEP_PARTS] == [0.25, 0.0625, 0.125, 0.0625, 0.125]
-    assert (row["idle"], row["decoding_per_second"]) == (0.375, 8.0)
-    unknown = figures([answered(request, [0.5], 4.0, 8)], 4.0, 0.0)
-    assert (
-        unknown.keys() == row.keys() and unknown["read"] is None and medians([unknown])["decoding_per_second"] is None
-    )
-
-
-def test_the_times_between_chunks_count_if_a_part_of_them_is_in_the_window():
-    (request,) = requests_of(1)
-    answers = [answered(request, [0.0, 1.0, 3.0, 6.0, 10.0], 11.0, 9)]
-    assert gaps(answers, 2.0, 4.0, whole=False) == [2.0, 3.0]
-    assert gaps(answers, 0.0, 5.0, whole=True) == [1.0, 2.0]
-
-
 def one_round(long: bool = False) -> Round:
     found = requests_of(8)
     long_ask = LoadRequest("long", "and on " * 60, 2, 0.0, 0) if long else None
@@ -155,12 +120,9 @@ def one_round(long: bool = False) -> Round:
 
 
 def bench_of(
-    server: LiveServer,
-    tmp_path: Path,
-    contestants: Sequence[ServerContestant],
-    rounds: Sequence[Round],
+    server: LiveServer, tmp_path: Path, contestants: Sequence[ServerContestant], rounds: Sequence[Round],
     resume: bool = False,
-) -> tuple[ServeBench, list[str]]:
+) -> tuple[ServeBench, list[str]]:  # fmt: skip
     """A bench whose servers are this one, and which servers were started."""
     started = list[str]()
 
@@ -171,11 +133,11 @@ def bench_of(
             raise ServerError("it broke")
         yield ServerEndpoint(f"http://127.0.0.1:{server.port}", "bundled", exact=True)
 
-    report = Report("Load", {})
+    report = Report("Load", {}, tmp_path, "serve")
 
     def save(turns: Sequence[Turn], whole: bool) -> None:
         load_report.fill(report, turns, rounds, whole and len(turns) == len(rounds) and not resume)
-        report.write(tmp_path, "serve")
+        report.save()
 
     journal = Journal(tmp_path / "turns.jsonl", {"about": 1}, resume)
     return ServeBench(contestants, rounds, start, journal, save), started
@@ -205,21 +167,6 @@ def test_all_is_measured_and_written_and_a_round_that_is_known_is_not_measured_a
     again, started = bench_of(server, tmp_path, [PLAIN, OURS, absent], [*rounds, one_round()], resume=True)
     assert json.loads(json.dumps(again.run()))[:2] == json.loads(json.dumps(turns))
     assert started == [PLAIN.name, OURS.name]
-
-
-def test_what_was_measured_is_written_when_a_later_load_fails(server, tmp_path, monkeypatch):
-    run = client.run
-
-    def fails(endpoint: ServerEndpoint, level: Level, extension: client.Extension) -> client.LoadRun:
-        if level.kind == "rate":
-            raise ValueError("the power failed")
-        return run(endpoint, level, extension)
-
-    monkeypatch.setattr(bench.client, "run", fails)
-    with pytest.raises(ValueError, match="the power failed"):
-        bench_of(server, tmp_path, [PLAIN], [one_round()])[0].run()
-    (row,) = json.loads((tmp_path / "serve.json").read_text())["parts"]["load"]
-    assert (row["load"], row["requests"]) == ("2 clients", 4)
 
 
 def test_a_text_that_load_has_changed_is_found():
@@ -253,45 +200,6 @@ def test_a_request_of_ours_that_was_not_answered_is_found_and_counted_over_all_l
     assert list(load_report.unanswered(turns)) == [f"{PLAIN.name}: 2 requests under load were not answered"]
     turns[0] = {servers.TRANSFORMERS: turns[0][PLAIN.name], PLAIN.name: {"long": {"error": "status 400"}}}
     assert list(load_report.unanswered(turns)) == [f"{PLAIN.name}: a long prompt was not answered: status 400"]
-
-
-def test_of_a_long_prompt_that_was_refused_only_the_error_is_told():
-    (request,) = requests_of(1)
-    assert long_row(answered(request, (), 0.1, 0, "status 400"), [answered(request, (1.0, 2.0), 2.0, 2)]) == {
-        "error": "status 400"
-    }
-    whole = long_row(answered(request, (1.0,), 2.0, 2), [answered(request, (0.5, 0.8, 1.2), 2.0, 3)])
-    turn: Turn = {PLAIN.name: {"long": whole}, OURS.name: {"long": {"error": "status 400"}}}
-    assert [row["contestant"] for row in load_report.long_rows([turn])] == [PLAIN.name]
-    report = Report("Load", {})
-    load_report.fill(report, [turn], [one_round()], False)
-    assert f"Not measured: {OURS.name}: status 400." in report.text["long"]
-
-
-def test_nothing_is_said_of_texts_that_were_not_compared():
-    alone = {"compared": 0, "same": 0, "exact": True}
-    report = Report("Load", {})
-    load_report.fill(report, [{PLAIN.name: {"texts": {}, "alone": alone}}], [one_round()], False)
-    assert "No output was compared." in report.text["texts"] and "changed no output" not in report.text["texts"]
-
-
-def test_texts_to_check_are_greedy_and_from_all_over_the_load():
-    found = sample(requests_of(8), 2)
-    assert [requests_of(8).index(request) for request in found] == [0, 4]
-
-
-def test_a_server_that_nobody_reaches_is_an_error(server, tmp_path):
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))  # bound, so that nobody else listens there, and not listening
-        measured, _ = bench_of(server, tmp_path, [PLAIN], [one_round()])
-
-        @contextmanager
-        def nobody(contestant: ServerContestant) -> Iterator[ServerEndpoint]:
-            yield ServerEndpoint(f"http://127.0.0.1:{one.getsockname()[1]}", "bundled")
-
-        measured.start = nobody
-        with pytest.raises(ServerError, match=r"no request was answered .* ConnectError"):
-            measured.run()
 
 
 def test_a_server_that_ends_at_once_is_quoted(tmp_path):

@@ -43,10 +43,8 @@ def test_a_part_runs_at_its_smallest_size(name, tmp_path, monkeypatch):
     if name == "bits":
         assert all(row["same_bits"] for row in rows) and len({row["kernel"] for row in rows}) >= 8
     if name == "choices":
-        assert {row.get("programs") for row in rows} >= {2, 4, 8} and {row.get("registers") for row in rows} == {
-            None,
-            168,
-        }
+        assert {row.get("programs") for row in rows} >= {2, 4, 8}
+        assert {row.get("registers") for row in rows} == {None, 168}
         assert {row["who"] for row in rows if row["choice"] == "product"} == {"ours", "library, 64 rows"}
     if name == "auto":
         assert [(row["drafter"], row["text"]) for row in rows] == [(d, n) for d in ("none", "auto") for n in (1, 2)]

@@ -20,17 +20,16 @@ from benchmarks.long_context.long_bench import (
     LongSeries,
     Prefilled,
     prefill,
-    progress_lines,
     sampled,
     shortened,
     summarise,
 )
 from benchmarks.long_context.needles import Haystack, NeedleQuestion, UnverifiedDecoder
 from benchmarks.long_context.texts import Texts
-from benchmarks.papers.baselines import SPARSE
 from benchmarks.papers.simulated_acceptance import random_prompt, simulated
 from forerun.core.long_context import LongContextConfig
 from forerun.core.stats import Stats
+from forerun.decoding.recipes import SPARSE
 from forerun.engine.engine import Engine
 
 SETTINGS = LongContextConfig(tiny("qwen3"), gamma1=2, gamma2=4, cache_budget=24, chunk=4, sinks=1, window=8)
@@ -42,9 +41,6 @@ SHAPE = ModelShape(1, 32, 48, 4, 2, 48)
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     return Engine(tiny("llama"), "none", prefill_block=32)
-
-
-# --- measuring
 
 
 def test_contestants_give_plain_s_text_and_rows_say_so(engine):
@@ -70,16 +66,6 @@ def test_prefill_time_of_a_shorter_context_is_what_had_passed_by_then(engine):
     assert whole.cache.length == 48
 
 
-def test_a_long_prefill_says_now_and_then_how_far_it_is(monkeypatch):
-    lines: list[str] = []
-    monkeypatch.setattr(longcontext, "say", lines.append)
-    times = iter([0.0, 4.0, 11.0, 11.0, 15.0, 30.0, 30.0])
-    show = progress_lines("prefill", lambda: next(times))
-    for done in (500, 1000, 1500, 2000):
-        show(done, 7500)
-    assert lines == ["  prefill: 1,000 of 7,500 tokens", "  prefill: 2,000 of 7,500 tokens"]
-
-
 @pytest.mark.parametrize("length", [90, 61])
 def test_a_rewound_prompt_has_the_queries_that_its_last_pass_left(engine, length):
     """So that a sparse cache chooses before the first token, as behind a prompt that was just read."""
@@ -92,13 +78,6 @@ def test_a_rewound_prompt_has_the_queries_that_its_last_pass_left(engine, length
         assert prompt.cache.queries.keys() == expected.keys() != set()
         for layer, queries in prompt.cache.queries.items():
             assert torch.allclose(queries[:, :, -1], expected[layer][:, :, -1], atol=1e-12)
-
-
-def test_who_has_all_tokens_from_the_first_step_is_refused_by_a_sentence(engine):
-    with pytest.raises(
-        ValueError, match="none has all tokens from its first step, which is not timed; raise --max-new"
-    ):
-        LongBench(engine, 1).run([[prefill(engine, PROMPT, 40)]], ["trie"], SETTINGS, sampled(0.0, 1))
 
 
 def run_of(seconds: float, text: list[int], accepted: list[int]) -> LongRun:
@@ -120,15 +99,6 @@ def test_speed_is_by_medians_and_spread_by_rounds():
     assert row["time_to_first_token"] == 10.5
 
 
-def test_of_one_round_the_speed_up_is_its_slowest_and_fastest():
-    plain = LongSeries("none", [[run_of(4.0, [1] * 9, [])], [run_of(1.0, [1] * 5, [])]], [None, None])
-    fast = LongSeries("x", [[run_of(1.0, [1] * 9, [4, 3])], [run_of(1.0, [1] * 5, [2])]], [None, None])
-    for stats in (run.stats[0] for rounds in plain.runs for run in rounds):
-        stats.record(0, 0, 1)
-    row = summarise([plain, fast])[1]
-    assert row["slowest"] == row["speed_up"] == row["fastest"] == 2.5
-
-
 @given(st.integers(1, 4), st.integers(1, 4), st.data())
 def test_the_speed_up_is_never_beyond_the_slowest_and_fastest_round(prompts, rounds, data):
     def run() -> LongRun:
@@ -147,9 +117,6 @@ def plain(engine: Engine, tokens: list[int], new_tokens: int) -> list[int]:
     for _ in engine.run([request]):
         pass
     return request.generated.tolist()
-
-
-# --- needles
 
 
 def test_a_haystack_holds_what_it_asks_for():
@@ -189,9 +156,6 @@ def test_accuracy_counts_right_answers_of_all_contestants(engine):
     assert [row["accuracy"] for row in rows[:2]] == [0.5, 0.5]
 
 
-# --- what a hierarchy gives
-
-
 def test_expected_tokens_of_a_chain_are_those_of_every_outcome():
     for drafts, a in itertools.product((0, 1, 3), (0.0, 0.4, 1.0)):
         total = 0.0
@@ -219,9 +183,6 @@ def test_drafting_time_is_that_of_played_rounds():
     assert chain_seconds(5, 2, 0.6, middle, None)[-1] == 10
 
 
-# --- simulation
-
-
 @pytest.fixture(scope="module")
 def simulator() -> Engine:
     return Engine(random_model(SHAPE, torch.float32), "none")
@@ -241,28 +202,13 @@ def test_simulated_acceptance_is_what_was_stated(simulator, drafter, accepted, i
     assert row["time_to_first_token"] is None  # nothing was read
 
 
-def test_a_random_prompt_has_keys_and_values_for_all_but_its_last_token(simulator):
-    prompt = random_prompt(simulator.target, 50, 10, 48)
-    assert prompt.cache.length == 49 and len(prompt.tokens) == 50
-    assert prompt.cache.read(0, 0, 49)[0].shape == (1, 2, 49, 8)
-
-
-def test_shapes_are_checked():
-    assert ModelShape.parse("1,32,48,4,2,48") == SHAPE
-    assert ModelShape.parse("llama-2-7b").layers == 32
-    for text in ("llama-9", "1,2,3", "2,30,48,4,2,48", "2,32,48,4,3,48"):
-        with pytest.raises(ValueError, match="shape"):
-            ModelShape.parse(text)
-    with pytest.raises(ValueError, match="must be between 0 and 1"):
-        simulated(1.2, 0.5, 8, 48)
-
-
-# --- texts, tables, the command
-
-
-def test_texts_are_cut_from_files_in_turn(tmp_path):
+def test_texts_are_cut_from_files_in_turn_and_what_is_no_text_is_refused(tmp_path):
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(name * 100)
+    (tmp_path / "picture").write_bytes(b"\x89PNG")
+    for wrong, message in {"no": "there is no such file or folder", "picture": "no text in UTF-8"}.items():
+        with pytest.raises(ValueError, match=message):
+            Texts.read([tmp_path / wrong], lambda text: [])
     texts = Texts.read([tmp_path], lambda text: list(text.encode()))
     assert [texts.tokens(i, 3)[0] for i in range(3)] == [97, 98, 97]
     with pytest.raises(ValueError, match=r"a.txt gives 4 tokens for prompt 3; 12 are needed"):
@@ -271,28 +217,3 @@ def test_texts_are_cut_from_files_in_turn(tmp_path):
     with pytest.raises(ValueError, match=r"a.txt gives 4 tokens for prompt 3; 12 are needed"):
         texts.check(3, 12)
     assert len(Texts.read([], lambda text: list(text.encode())).tokens(0, 500)) == 500
-
-
-def test_files_and_folders_are_read_in_the_order_they_are_given(tmp_path):
-    for name in ("z.txt", "folder/b.md", "folder/a.txt", "folder/c.png"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(name)
-    texts = Texts.read([tmp_path / "z.txt", tmp_path / "folder"], lambda text: list(text.encode()))
-    assert list(texts.names) == ["z.txt", "a.txt", "b.md"] and texts.bodies[2] == "folder/b.md"
-
-
-def test_what_is_no_text_is_refused(tmp_path):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "picture").write_bytes(b"\x89PNG")
-    for name, message in {
-        "no": "there is no such file or folder",
-        "empty": "no file that ends in .txt or .md",
-        "picture": "no text in UTF-8",
-    }.items():
-        with pytest.raises(ValueError, match=message):
-            Texts.read([tmp_path / name], lambda text: [])
-
-
-def test_random_keys_come_with_queries_to_choose_by():
-    engine = Engine(random_model(ModelShape(1, 64, 64, 2, 2, 64), torch.float32), "none")
-    assert set(random_prompt(engine.target, 40, 8, 64).queries) == {0}

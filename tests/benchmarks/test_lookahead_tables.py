@@ -10,7 +10,6 @@ from typer.testing import CliRunner, Result
 
 from benchmarks.__main__ import app
 from benchmarks.papers.lookahead import FORMS, Lengths, MethodBench, default, methods, plain, published
-from forerun.bench.rounds import BASELINE, PromptSet
 
 LONG = PROMPTS[1]
 """Its text does not end at once."""
@@ -72,14 +71,3 @@ def test_no_turn_sees_what_another_generated(bench):
     warm.prepare()
     fewer = warm.run([LONG], 24).passes
     assert fewer is not None and passes[0] is not None and fewer < passes[0]
-
-
-def test_padded_batches_are_those_of_the_bench():
-    model = tiny("llama")
-    rows = PROMPTS[:2]
-    bench = MethodBench(model, ["none"])
-    run = bench.transformers().run(rows, 12)
-    (alone,) = bench.run(PromptSet("copy", rows, (), 12), 1)
-    theirs = next(one for one in alone if one.contestant == BASELINE)
-    assert run.texts == [rounds[0].texts[0] for rounds in theirs.runs]
-    assert run.passes == max(len(text) for text in run.texts)

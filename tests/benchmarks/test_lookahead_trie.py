@@ -1,11 +1,16 @@
-"""The Lookahead paper's trie: its three forms of a draft, over weighted counts."""
+"""The Lookahead paper's trie: its three forms of a draft, over weighted counts; it changes no output."""
+
+from typing import Any
 
 import pytest
 from support.mocks import opened
+from support.tiny import PROMPTS, tiny
 
-from benchmarks.papers.lookahead_trie import Form, LookaheadTrieConfig, LookaheadTrieSource
+from benchmarks.papers.lookahead_trie import RECIPES, Form, LookaheadTrieConfig, LookaheadTrieSource
 from forerun.core.request import Request
 from forerun.core.tree import ROOT, DraftTree
+from forerun.decoding.recipes import build
+from forerun.engine.engine import Engine
 
 
 def paths(tree: DraftTree) -> list[tuple[int, ...]]:
@@ -46,7 +51,12 @@ def test_the_own_text_weighs_more_and_longer_contexts_come_first():
     assert drafter.draft(longer, 1).tokens.tolist() == [4]
 
 
-@pytest.mark.parametrize(("field", "value"), [("form", "wide"), ("max_prefix", 12)])
-def test_a_wrong_setting_is_refused(field, value):
-    with pytest.raises(ValueError, match=field):
-        LookaheadTrieConfig(**{field: value})  # type: ignore[arg-type]
+@pytest.mark.parametrize("sampling", [{"do_sample": False}, {"do_sample": True, "temperature": 0.3, "seed": 11}])
+def test_outputs_are_those_without_drafts_and_some_drafts_are_accepted(sampling: dict[str, Any]):
+    engine = Engine(tiny("llama"), "none", prune_drafts=False)
+    options = {"max_new_tokens": 60, "eos_token_id": None, **sampling}
+    wanted = engine.generate([*PROMPTS], **options).generated
+    engine.set_drafter(lambda setup: build("lookahead-trie", setup, RECIPES))
+    result = engine.generate([*PROMPTS], **options)
+    assert result.generated == wanted
+    assert sum(sum(stats.accepted) for stats in result.stats) > 0

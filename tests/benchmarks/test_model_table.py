@@ -3,8 +3,18 @@
 import pytest
 from support.model_trials import look, refusals, variants
 
-from benchmarks.studies.models import PAGE, TRIALS, merged, read
+from benchmarks.studies.models import COLUMNS, PAGE, REFUSED_HEAD, TRIALS, Row, merged
 from forerun.kernels.runtime import vector_ir
+
+
+def read(text: str) -> tuple[list[Row], dict[str, str]]:
+    """Return the page's rows, and the reasons of what is refused."""
+    tables = []
+    for part in text.split(REFUSED_HEAD):
+        lines = [line for line in part.splitlines() if line.startswith("| ")]
+        tables.append([[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[1:]])
+    return [dict(zip(COLUMNS, cells, strict=True)) for cells in tables[0]], {each[0]: each[1] for each in tables[1]}
+
 
 ROWS, REFUSED = read(PAGE.read_text(encoding="utf-8"))
 

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 from support.tiny import tiny
 from typer.testing import CliRunner
 
@@ -11,14 +10,11 @@ from benchmarks.__main__ import app
 from benchmarks.studies.passes import (
     MATMUL,
     MEMORY,
-    BufferReader,
-    Multiplier,
     PassSizes,
     Work,
     measure,
     summarise,
     weight_bytes,
-    weight_operations,
 )
 
 
@@ -78,25 +74,6 @@ def test_weights_that_are_only_looked_up_are_not_read():
     experts = sum(weight.nbytes for name, weight in mixture.named_parameters() if ".experts." in name)
     read = sum(weight.nbytes for weight in mixture.parameters()) - mixture.get_input_embeddings().weight.nbytes
     assert experts and weight_bytes(mixture) == read - experts // 2  # two of four are used
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_the_multiplier_multiplies_every_type(dtype):
-    Multiplier(dtype, torch.device("cpu"))()
-    model = tiny("llama")
-    linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    assert weight_operations(model) == 2 * sum(module.weight.numel() for module in linear)
-
-
-def test_the_reader_reads_what_it_says():
-    reader = BufferReader(torch.device("cpu"), 4100)
-    assert reader.nbytes == 4096
-    reader()
-
-
-def test_lengths_beyond_the_model_s_positions_are_refused():
-    with pytest.raises(ValueError, match="264 tokens are to be measured and the model has 128 positions"):
-        measure([tiny("llama")], PassSizes([1, 64], 200, [], rounds=1))
 
 
 def test_the_command_writes_a_report(tmp_path):

@@ -3,12 +3,11 @@
 import json
 
 import numpy as np
-import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.studies.proposers import Recorded, lookup, read, replay
+from benchmarks.studies.proposers import Recorded, lookup, replay
 
 
 def test_a_step_commits_the_accepted_prefix_and_one_token():
@@ -28,14 +27,6 @@ def test_lookup_returns_what_followed_the_first_occurrence_of_the_longest_suffix
     text = np.array([[1, 2, 3, 9, 2, 3, 5, 1, 2, 3]])
     assert lookup(3, 1, 2)([], np.array([10]), text) == [[9, 2]]
     assert lookup(5, 5, 2)([], np.array([10]), text) == [[]]
-
-
-@pytest.mark.parametrize("line", ["[]", '{"prompt": "p"}', '{"prompt": 1, "answer": "a"}'])
-def test_a_line_that_is_no_row_is_refused_by_its_number(tmp_path, line):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "p", "answer": "a"}\n' + line, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"rows.jsonl, line 2 is no JSON object"):
-        list(read(path, None, lambda text: [len(text)]))
 
 
 def test_the_command_prints_a_line_for_each_proposer(tmp_path):

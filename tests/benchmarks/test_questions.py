@@ -52,14 +52,6 @@ def test_passages_are_as_long_as_they_say(books, files):
     assert max(map(count, found)) > 2 * min(map(count, found))
 
 
-def test_the_questions_are_as_described(tasks):
-    assert str(tasks["maths"](1)[0]).startswith("Solve step by step: What is ")
-    assert "```python\ndef f" in str(tasks["code"](1)[0])
-    assert "What does the passage say about " in str(tasks["rag"](1)[0])
-    assert str(tasks["edit"](1)[0]).startswith("Add type hints")
-    assert "as JSON" in str(tasks["table"](1)[0])
-
-
 def test_a_task_without_its_file_says_so_and_short_files_are_refused(files):
     with pytest.raises(LackingError, match="--maths"):
         questions(SourceOptions(), count)["maths"](1)

@@ -12,7 +12,7 @@ from support.gguf_files import write
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from benchmarks import real_model as real
-from forerun import Conversation, Engine
+from forerun import Engine
 from forerun.models.loading.load import load
 
 FOLDER = Path(__file__).parents[2] / "runs" / "real" / real.NAME
@@ -38,12 +38,6 @@ def test_a_folder_is_made_once(tiny, tmp_path):
     assert tokenizer.chat_template
     tiny.unlink()
     assert real.make(tmp_path / "out") == (folder, False)
-
-
-def test_another_folder_in_its_place_is_left_alone(tiny, tmp_path):
-    (tmp_path / real.NAME).mkdir()
-    with pytest.raises(real.UnavailableError, match="was not made by this version; remove it first"):
-        real.make(tmp_path)
 
 
 @pytest.mark.usefixtures("tiny")
@@ -88,9 +82,6 @@ def test_a_package_that_cannot_be_had_is_said_so(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
-# --- the real one
-
-
 @pytest.fixture(scope="module")
 def loaded() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if not FOLDER.is_dir():
@@ -111,23 +102,3 @@ def test_its_text_is_transformers_own(loaded):
     ids = tokenizer.apply_chat_template([QUESTION], add_generation_prompt=True, return_tensors="pt")["input_ids"]
     own = model.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :].tolist()
     assert Engine(model, "lookup", tokenizer=tokenizer).generate([QUESTION], max_new_tokens=24).generated == [own]
-
-
-def test_it_keeps_what_it_read_from_turn_to_turn(loaded):
-    model, tokenizer = loaded
-    conversation = Conversation(Engine(model, "none", tokenizer=tokenizer), max_new_tokens=40)
-    first = conversation.send("What is the capital of France?")
-    list(first)
-    second = conversation.send("And of Italy?")
-    list(second)
-    assert second.cached >= len(first.request) - 1  # all that was said, to the end of the answer
-    assert "Rome" in second.text
-
-
-def test_its_tokenizer_splits_digits_and_keeps_special_tokens_whole(
-    loaded,
-):
-    _, tokenizer = loaded
-    assert tokenizer.tokenize("x   2024<|im_end|>") == ["x", "ĠĠĠ", "2", "0", "2", "4", "<|im_end|>"]
-    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
-    assert len(tokenizer) == 49152

@@ -1,7 +1,6 @@
 """``python -m benchmarks tasks`` and ``exact-texts``: what is asked and refused; no time is asserted."""
 
 import json
-from dataclasses import replace
 from random import Random
 
 import pytest
@@ -9,25 +8,17 @@ from support.tiny import PROMPTS, tiny
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.reporting.update_pages import (
-    draw_slowness,
-    into_page,
-    short_slowness,
-    slowness_table,
-)
-from benchmarks.studies import exact_texts
+from benchmarks.reporting.update_pages import into_page, slowness_table
 from benchmarks.tasks.continuations import continuations
-from benchmarks.tasks.task_bench import PADDED, TaskBench
+from benchmarks.tasks.task_bench import TaskBench
 from benchmarks.tasks.task_prompts import Counts, build_jobs
 from benchmarks.training.tasks import Material, make
-from forerun.bench import report
-from forerun.bench.journal import TurnKey
 from forerun.bench.prompts_file import Prompt
 from forerun.bench.rounds import PromptSet, Rows
 from forerun.engine.engine import Engine
 
 
-def test_what_is_skipped_is_of_any_job_or_batch_and_answers_nothing(monkeypatch):
+def test_what_is_skipped_is_of_any_job_and_answers_nothing(monkeypatch):
     cold, warm = PromptSet("copy", PROMPTS[:1], [], 2), PromptSet("json", PROMPTS[:1], PROMPTS[1:2], 2)
     bench = TaskBench(tiny("llama"), ["trie"], skip=["forerun trie, warm"])
     bench.check_skip([cold, warm])
@@ -40,11 +31,6 @@ def test_what_is_skipped_is_of_any_job_or_batch_and_answers_nothing(monkeypatch)
     assert "forerun trie, warm" not in [each.contestant for each in series]
     assert "forerun, wrong drafts" in [each.contestant for each in series]
     assert asked and all(rows == [PROMPTS[0]] for rows in asked)
-    fewer = TaskBench(tiny("llama"), ["none"], skip=["forerun trie"])
-    fewer.measures_batches = True
-    fewer.check_skip([cold])
-    (series,) = fewer.run_batches(PROMPTS, 2, 2, 1)
-    assert [each.contestant for each in series] == [PADDED, "forerun none"]
 
 
 @pytest.mark.parametrize(
@@ -60,18 +46,6 @@ def test_a_wrong_name_leaves_a_journal_as_it_is(tmp_path, wrong, said):
     done = CliRunner().invoke(app, ["tasks", "--device", "cpu", *few, *wrong])
     assert done.exit_code == 2 and said in done.stderr
     assert (tmp_path / "speed-turns.jsonl").read_text() == "hours of work"
-
-
-def test_exact_texts_counts_no_text_of_another_run(tmp_path):
-    options = exact_texts.ExactTextsOptions(dtype="float32", out=tmp_path / "out.jsonl", max_new_tokens=4)
-    journal, key = exact_texts._journal(options, "a text", "cpu"), TurnKey("trie", 0, "[0.0, 5]")
-    journal.add(key, {"trie": {"texts": []}})
-    with options.out.open("a") as file:
-        file.write('{"key": ["tr')
-    assert exact_texts._journal(options, "a text", "cpu").find(key, ["trie"]) is not None
-    for other, text in (({"dtype": "bfloat16"}, "a text"), ({"max_new_tokens": 5}, "a text"), ({}, "another")):
-        with pytest.raises(ValueError, match="was measured with"):
-            exact_texts._journal(replace(options, **other), text, "cpu")
 
 
 def test_the_table_goes_between_the_readme_s_markers(tmp_path):
@@ -97,19 +71,6 @@ def test_the_table_of_what_is_never_slower_marks_what_breaks_the_promise(tmp_pat
     assert lines[0] == "|  | tasks | novel, T 0.8 |"
     assert lines[2] == "| Small, bfloat16: 2,000 x 4 | 1.50 (0.94) | **0.97** (**0.93**) |"
     assert lines[3] == "| bundled: 2,000 x 1 | 1.50† (0.94)² | - |"
-
-
-def test_the_short_table_counts_the_cells_of_the_long_one(tmp_path):
-    page = "| Big-Instruct, float32: 2,000 x 1 | **0.96**† (**0.90**)³ | 1.04 (1.00) |\n"
-    page += "| bundled: 100 x 4 | 2.00 (1.50) |\n"
-    page += "| Big-Instruct, bfloat16: 2,000 x 4 | 3.00 (2.00)¹ | - |\n"
-    lines = short_slowness(page).splitlines()[2:]
-    assert lines == [
-        "| Big, 2,000 tokens | 3 | 0.96 | 1.04 | 3.00 | 1 | 0.90 |",
-        "| bundled, 100 tokens | 1 | 2.00 | 2.00 | 2.00 | 0 | 1.50 |",
-    ]
-    draw_slowness(page, tmp_path / "plot.svg")
-    assert "<svg" in (tmp_path / "plot.svg").read_text()
 
 
 def test_jobs_are_seeded_and_say_what_they_cannot_do():
@@ -139,26 +100,14 @@ def test_prompts_of_a_task_are_different_and_as_they_were_where_they_are():
     assert draw["json"](9) == [make("table", Random(f"bench/json/{i}")).prompt for i in range(9)]
 
 
-def test_batches_give_the_texts_of_padded_ones_whatever_their_size():
-    bench = TaskBench(tiny("llama"), ["none"])
-    for size in (2, 4):
-        (series,) = bench.run_batches([*PROMPTS, PROMPTS[0]], size, 12, rounds=1)
-        rows = report.summarise(series, PADDED)
-        assert [row["contestant"] for row in rows] == [PADDED, "forerun none", "forerun trie"]
-        assert all(row["same_output"] == 1 and row["texts"] == 4 for row in rows)
-        assert len(series[0].runs) == 4 // size
-
-
-def test_the_command_measures_tasks_and_batches_on_any_model(tmp_path):
+def test_the_command_measures_tasks_on_any_model(tmp_path):
     arguments = ["--model", "bundled-draft", "--dtype", "float64", "-k", "json", "-k", "copy", "--prompts", "1"]
-    more = ["--warm-prompts", "0", "--rounds", "1", "-n", "12", "-d", "trie", "--batch", "2", "--json"]
+    more = ["--warm-prompts", "0", "--rounds", "1", "-n", "12", "-d", "trie", "--json"]
     done = CliRunner().invoke(app, ["tasks", *arguments, *more, "--out", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert {row["task"] for row in found["rows"]} == {"json", "copy"}
-    assert {row["same_output"] for row in found["rows"] + found["batches"]} == {1.0}
-    assert {row["contestant"] for row in found["batches"]} >= {"transformers padded", "forerun none", "forerun trie"}
+    assert {row["same_output"] for row in found["rows"]} == {1.0}
     assert found["settings"]["dtype"] == "float64"
-    assert (tmp_path / "out" / "speed-batches.png").exists()
     markdown = (tmp_path / "out" / "speed.md").read_text()
     assert "geometric mean" in markdown and "processor" in markdown and "max new tokens 12" in markdown

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from support.all_keys import AllKeysView
 from support.compiled_models import MODELS, SHAPE
 from support.tiny import ARCHITECTURES, LAYOUTS
 from support.tiny import build as tiny_of
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
-from benchmarks.papers.topk import TopKCache
 from forerun.cli import app
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
@@ -301,8 +301,8 @@ def test_what_fits_nowhere_is_said_with_the_numbers():
 def test_a_view_that_reads_the_texts_keys_in_each_pass_is_refused():
     _, away = engines(model(), lengths=(500,))
     cache = away.tiers.cache(500 + ROOM)
-    with pytest.raises(ValueError, match="a TopKCache reads all keys in each pass"):
-        TopKCache(cache, 16)
+    with pytest.raises(ValueError, match="a AllKeysView reads all keys in each pass"):
+        AllKeysView(cache)
 
 
 @NATIVE

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from support.all_keys import AllKeysView
 from support.compiled_models import DTYPES, MODELS, TEXT, kept
 from transformers import PreTrainedModel
 
-from benchmarks.papers.topk import TopKCache
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.kernels.attention import topk_attention
@@ -189,7 +189,7 @@ def test_other_caches_take_the_models_own_pass():
     model = kept("llama", torch.float32)
     own, modules = admit(model), Scorer(model)
     assert isinstance(own, CompiledScorer)
-    cache, expected = (TopKCache(source(model, 200), 64) for _ in range(2))
+    cache, expected = (AllKeysView(source(model, 200)) for _ in range(2))
     for each in (cache, expected):
         each.sync()
     block = Block(np.array([7]), TREES[2], 200)
