@@ -32,7 +32,7 @@ from forerun.kv.cache import READ_BLOCK, Cache
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.prefill import read_prompt
 from forerun.models.forward.scorer import Scorer
-from forerun.policy.chain_confidence import ChainConfidence
+from forerun.policy.calibration import ChainConfidence
 from forerun.policy.pass_shape import PassShape
 
 log = logging.getLogger(__name__)
@@ -137,21 +137,20 @@ class Level(Source):
             Each decoding row's outcome, None if it failed; and the seconds of the step's parts.
         """
         began = self._clock()
-        trees, forced, rests = self._plan(rows, budgets, reading, closed)
+        trees, forced, plain = self._plan(rows, budgets, reading, closed)
         blocks, every = [row.block(tree) for row, tree in zip(rows, trees, strict=True)], list(rows)
         for row, block in reading:
             every.append(row)
             blocks.append(block)
         planned = self._clock()
         scored = self._score(every, blocks)
-        choices = self._choices(rows, trees, scored, rests)
+        choices = self._choices(rows, trees, scored, plain)
         passed = self._clock()
         outcomes, end = list(map(self._verify, rows, blocks, scored, choices)), len(rows)
         read = list(map(self._take_in, every[end:], blocks[end:], scored[end:]))
         times = StepTimes(planned - began, passed - planned, self._clock() - passed)
-        if not self.planner.learns_from(times):
-            return outcomes, times
-        self._learn(every, [*outcomes, *read], forced, times)
+        learned = list(map(_after, outcomes, forced)) if any(forced) else outcomes
+        self.planner.learn(every, [*learned, *read], times)
         return outcomes, StepTimes(times.planning, times.scoring, self._clock() - passed)
 
     def _forced(self, row: Row, budget: int) -> list[int]:
@@ -165,7 +164,7 @@ class Level(Source):
         nothing."""
         forced, trees = list(map(self._forced, rows, budgets)), [EMPTY_TREE] * len(rows)
         constrained = any(forced)
-        if not constrained and self.planner.rests(rows, not reading):
+        if not constrained and self.planner.skips(rows, not reading):
             return trees, forced, True
         texts = list(map(Row.followed_by, rows, forced)) if constrained else rows
         drafted = [n for n, row in enumerate(texts) if row.request.drafts and row.request.finish_reason is None]
@@ -201,7 +200,6 @@ class Level(Source):
             [cached[n] for n in drafted],
             [pending[n] for n in drafted],
             [budgets[n] for n in drafted],
-            [left[n] - 1 for n in drafted],
             sum(len(block) for _, block in reading) + sum(pending[n] - 1 for n in others),
             [left[n] for n in others],
             [cached[n] for n in others],
@@ -233,10 +231,10 @@ class Level(Source):
         return scored
 
     def _choices(
-        self, rows: Sequence[Row], trees: Sequence[DraftTree], scored: Sequence[Scored], rests: bool
+        self, rows: Sequence[Row], trees: Sequence[DraftTree], scored: Sequence[Scored], plain: bool
     ) -> Sequence[RowChoices]:
         """Wait for the pass, so that timings are right, and fetch what verification and the sources need of it."""
-        best = self.wants.best if rows and not (rests or rows[0].tentative) else 0
+        best = self.wants.best if rows and not (plain or rows[0].tentative) else 0
         chances = any(isinstance(row, TrialRow) and row.least > 0 for row in rows)
         return choose_rows(trees, scored, [row.request for row in rows], best, chances)
 
@@ -269,24 +267,6 @@ class Level(Source):
         except Exception as error:
             row.request.fail(error)
             return None
-
-    def _learn(
-        self,
-        rows: Sequence[Row],
-        outcomes: Sequence[Outcome | None],
-        forced: Sequence[Sequence[int]],
-        seconds: StepTimes,
-    ) -> None:
-        """Update the planner and sources, without forced tokens. Only sources that need hidden states get chunks of
-        prompts."""
-        chains = [*forced, *[()] * (len(rows) - len(forced))]
-        known = [
-            (row, _after(outcome, len(chain)) if outcome is not None and chain else outcome)
-            for row, outcome, chain in zip(rows, outcomes, chains, strict=True)
-            if row.request.drafts and (outcome is None or outcome.verdict.tokens or self.wants.states)
-        ]
-        if known:
-            self.planner.learn([row for row, _ in known], [outcome for _, outcome in known], seconds)
 
     # a level as a source
 
@@ -450,10 +430,12 @@ def _kept(states: torch.Tensor, block: Block, path: Sequence[int]) -> torch.Tens
     return states[: len(rows)] if chain else states[rows]
 
 
-def _after(outcome: Outcome, chain: int) -> Outcome:
-    verdict = outcome.verdict
-    path = [node - chain for node in verdict.path[chain:]]
-    best = outcome.best
-    best = None if best is None else BestTokens(best.tokens[chain:], best.scores[chain:])
-    tree, logits = outcome.tree.behind(chain), outcome.logits[chain:]
-    return Outcome(tree, Verdict(path, verdict.tokens[chain:]), logits, best, outcome.states, outcome.start)
+def _after(outcome: Outcome | None, forced: Sequence[int]) -> Outcome | None:
+    """Return an outcome without the forced tokens that its tree begins with."""
+    if outcome is None or not forced:
+        return outcome
+    count, verdict, best = len(forced), outcome.verdict, outcome.best
+    path = [node - count for node in verdict.path[count:]]
+    best = None if best is None else BestTokens(best.tokens[count:], best.scores[count:])
+    tree, logits = outcome.tree.behind(count), outcome.logits[count:]
+    return Outcome(tree, Verdict(path, verdict.tokens[count:]), logits, best, outcome.states, outcome.start)

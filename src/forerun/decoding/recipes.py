@@ -22,7 +22,7 @@ from forerun.kv.streaming import Rotation, StreamingCache
 from forerun.models.forward import gate
 from forerun.models.forward.runtime import Runtime
 from forerun.models.forward.scorer import Scorer, is_sharded
-from forerun.policy.decision import DraftPasses
+from forerun.policy.step_costs import DraftPasses
 from forerun.trie.trie import Trie
 
 if TYPE_CHECKING:

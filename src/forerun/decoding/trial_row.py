@@ -15,7 +15,7 @@ from forerun.core.tree import DraftTree, IntArray
 from forerun.core.verify import Outcome, Verdict
 from forerun.decoding.device_chain import ChainPiece
 from forerun.decoding.row import Row
-from forerun.policy.chain_confidence import ChainConfidence
+from forerun.policy.calibration import ChainConfidence
 
 
 @dataclass(eq=False, kw_only=True)

@@ -1,12 +1,13 @@
 """Calibration: correct a drafter's stated probability by how often nodes with similar log-odds were accepted.
 
 Nodes without a stated probability are grouped by depth. Old counts fade, so the correction follows the output. This
-runs at every step, so it is compiled and works on arrays that are allocated once.
+is compiled, over arrays that are allocated once.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,9 @@ STATEMENT_WEIGHT = 2.0
 """Weight of a drafter's own statement, in counted nodes."""
 MEMORY = 0.97
 """Factor by which counts fade at each step with nodes: a half-life of 23 steps."""
+AGREEMENT = 0.2
+"""Before any counts, a drafting model's token of probability p is accepted with probability p to this power: where the
+model is unsure, the target often still agrees."""
 
 ODDS_GROUPS = HIGHEST_ODDS - LOWEST_ODDS + 1
 DEPTH_GROUPS = 24
@@ -134,3 +138,26 @@ def forget(table: CalibrationTable) -> None:
         table.right[group] *= MEMORY
     for group in range(ODDS_GROUPS):
         table.expected[group] *= MEMORY
+
+
+class ChainConfidence:
+    """Decides where a chain ends: calibrates a drafting model's own probabilities by acceptance."""
+
+    def __init__(self) -> None:
+        self._table = CalibrationTable.empty()
+
+    def chance(self, probability: float) -> float:
+        """Return the acceptance probability of a token with this model probability, given its predecessors'
+        acceptance."""
+        return float(calibrated(self._table, odds_of(probability**AGREEMENT)))
+
+    def learn(self, probabilities: Sequence[float], accepted: int) -> None:
+        """Update from a verified chain, of which the first ``accepted`` tokens were accepted."""
+        tested = probabilities[: accepted + 1]
+        if not tested:
+            return
+        forget(self._table)
+        for depth, probability in enumerate(tested):
+            odds = odds_of(probability**AGREEMENT)
+            count(self._table, group_of(odds), odds, depth < accepted)
+        fit_odds(self._table)

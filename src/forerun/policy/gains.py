@@ -15,14 +15,14 @@ SUFFIX_GAINS = (0.25, 1.0, 4.0, 8.0)
 with the bundled model; 0.2 to 0.5, 1 to 2.3 and 6 to 8 with SmolLM2."""
 EXPECTED_NODES = (0.5, 1.5)
 """Expected accepted nodes of a tree that separate classes."""
-DEEPER_GAINS = (1.0, 0.75, 0.5)
+COSTLY_GAINS = (1.0, 0.75, 0.5)
 """Tokens that a small model or head is assumed to add to such a tree before the first: enough for a trial."""
-PRIOR_TREES, DEEPER_PRIOR_TREES = 20, 4
+PRIOR_TREES, COSTLY_PRIOR_TREES = 20, 4
 """Trees that the prior counts for: of a trie; and of a head or small model, whose draft costs a hundred times as much.
 On the simulated clock, a head that is never accepted costs 5 to 6 % of 600 tokens with 20, and 4 to 5 % with 4."""
 RECENT_TREES = 100
 """Number of recent trees that count."""
-TREE_SPREAD, DEEPER_SPREAD = 3.0, 1.0
+TREE_SPREAD, COSTLY_SPREAD = 3.0, 1.0
 """Standard deviation of a tree's gain over its mean, so knowing the mean needs that many trees; and minimum standard
 deviation of what a costly source adds, in tokens, as one that added nothing to a few trees may still be good."""
 
@@ -100,3 +100,19 @@ class AcceptanceRate:
         self.tested = self.tested * fade + accepted + (accepted < drafted)
         self.accepted = self.accepted * fade + accepted
         self.longest = max(2.0 * accepted, self.longest + 1 if accepted == drafted else self.longest / 2, 1.0)
+
+
+ROW_WEIGHT = 0.2
+"""Weight of the last step in a row's recent tokens per step: averages over a handful of steps."""
+
+
+@dataclass
+class RowGains:
+    """What a row recently gained: the acceptance rate of its chains, and its tokens per step."""
+
+    rate: AcceptanceRate
+    tokens: float = 1.0
+
+    def record(self, tokens: float, steps: int = 1) -> None:
+        """Record steps of this many tokens each."""
+        self.tokens = tokens + (1.0 - ROW_WEIGHT) ** steps * (self.tokens - tokens)
