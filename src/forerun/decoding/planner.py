@@ -16,7 +16,7 @@ from forerun.decoding.source import Limit, Source, Wants
 from forerun.kv.cache import READ_BLOCK
 from forerun.models.forward.runtime import Runtime
 from forerun.models.forward.scorer import Scorer
-from forerun.policy import choice
+from forerun.policy import tree_pruning
 from forerun.policy.choice import Choice
 from forerun.policy.cost_curve import CostTable
 from forerun.policy.decision import Decision, PlainSteps
@@ -171,7 +171,7 @@ class AdaptivePlanner(Planner):
         self._skipped = False  # whether it holds in the step under way
 
     def warm_up(self) -> None:
-        choice.warm_up()
+        tree_pruning.warm_up()
         self._measure()
 
     @property

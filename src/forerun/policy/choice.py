@@ -1,10 +1,9 @@
 """Choose what a step drafts: a tree from cheap sources, a chain from a model, or nothing.
 
-One rule decides: an action is taken if its expected gain in tokens is worth more than it costs
-(``ledger.token_values``), and if the ledger affords the cost even if every draft is rejected. A tree is proposed if its
-predicted gain pays, then pruned to the nodes that pay. A chain is drafted if its net worth exceeds the tree's. What is
-not expected to pay, but might within one standard error, is tried from a part of the slack reserved for trials.
-Proposed trees are judged by the committed tokens even where they were not scored.
+One rule decides: an action is taken if the tokens that it is expected to gain are worth more than it costs, and if the
+ledger affords the cost even if every draft is rejected. A tree is proposed if its predicted gain pays, then pruned to
+the nodes that pay. A chain is drafted if its net worth exceeds the tree's. What might pay within one standard error is
+tried from a part of the slack reserved for trials.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import numpy as np
 
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
-from forerun.policy import tree_pruning
 from forerun.policy.calibration import MEMORY
 from forerun.policy.cost_curve import CostCurve
 from forerun.policy.decision import Decision, PlainSteps
@@ -34,35 +32,30 @@ from forerun.policy.gains import (
 from forerun.policy.ledger import RESERVE, SHARE, Ledger, cost_to_go, token_values
 from forerun.policy.pass_shape import PassShape
 from forerun.policy.step_costs import DraftPasses, StepCosts
-from forerun.policy.time_model import LinearCost
 from forerun.policy.tree_pruning import PrunedTrees, TreePruner
 
 DOUBT = 1.0
 """Standard errors added to the expected gain in trials."""
 CHEAP = 0.25
-"""Share of a plain pass that a chain may always cost if it is expected to pay, however short earlier ones were, and
-that a hopeless proposal may cost whatever a row promises."""
+"""Share of a plain pass that a chain may cost however short earlier ones were, and a proposal whatever a row
+promises."""
 PRICE_MARGIN = 0.5
-"""Share of a node's price below which sources need not draft: calibration may raise a stated probability, and the cost
-curve is flat in places. With SmolLM2, 0.35, 0.5, 0.7 and 1 lose 0.0, 0.1, 0.2 and 1.5 % of the accepted nodes of trees
-of 64 nodes, and draft 24, 20, 16 and 13 % of them."""
+"""Share of a node's price below which sources need not draft; below 1 as calibration may raise a stated probability.
+With SmolLM2 and 64 nodes, 0.35, 0.5, 0.7 and 1 lose 0.0, 0.1, 0.2 and 1.5 % of the accepted nodes, and draft 24, 20, 16
+and 13 % of all."""
 RECENT = 0.1
 """Weight of the last step in recent averages."""
 PLAIN_STEPS = 16
-"""Maximum steps for which a decision to draft nothing holds: what tokens are worth hardly changes meanwhile. With 0, 8
-and 64 the simulated table is the same to 0.0001."""
+"""Maximum steps for which a decision to draft nothing holds. With 0, 8 and 64 the simulated table is the same to
+0.0001."""
 
 
 class Choice:
-    """Decides what a level drafts, and learns from the outcomes.
+    """Decides what a level drafts, and learns from the outcomes. ``chains`` is the acceptance rate of all chains.
 
     Args:
-        costs: of the target's passes; ``draft``: assumed cost of chains' passes.
-        costly: if there is a costly source besides trees, returns its measured seconds for a row's draft, None if
-            unknown.
-
-    Attributes:
-        chains: acceptance rate of chains over all requests.
+        costs: of the target's passes; ``draft``: first guess of those that draft chains.
+        costly: returns the measured seconds of a costly source's draft, or None; None without such a source.
     """
 
     def __init__(
@@ -87,8 +80,7 @@ class Choice:
     # deciding
 
     def begin(self, shape: PassShape, rows: Sequence[RowGains], fresh: bool = False) -> Decision:
-        """Start a step; ``rows``: those that may have drafts, ``fresh``: whether it is the first of a batch, whose
-        steps count as plain ones until some were drafted for."""
+        """Start a step; ``rows``: those that may have drafts, ``fresh``: whether it is the first of a batch."""
         if fresh:
             self._stretch = 1.0
         table, left, cached = self.costs.table, shape.left + shape.undrafted_left, shape.cached + shape.undrafted_cached
@@ -108,8 +100,8 @@ class Choice:
 
     def _consider_costly(self, step: Decision) -> None:
         """Decide whether the costly source may propose in this step or soon; if not, it needs no hidden states. It is
-        trusted if its drafts would surely pay at the pace of plain steps, so that it is ready where a copy ends."""
-        line, worth = self.costs.extensions, max(sum(step.values), step.plain)
+        kept ready if it would surely pay at the pace of plain steps."""
+        line, worth = self.costs.extensions.line, max(sum(step.values), step.plain)
         cost, pays = line.at(1), self._costly_gains.expected(0) * max(step.values) > line.at(1)
         lacks = self.ledger.lacks_costly(0.0, cost, trial=not pays)
         step.trusted = self._costly_gains.expected(0, doubt=-DOUBT) * worth > line.at(len(step.shape))
@@ -119,8 +111,7 @@ class Choice:
             step.lacks = lacks
 
     def choose_rows(self, step: Decision, known: Sequence[int | None]) -> list[int]:
-        """Choose the rows that propose trees. ``known``: the length of each row's known suffix; of a short one where
-        the source cannot tell."""
+        """Choose the rows that propose trees, by the length of each row's known suffix, None if unknown."""
         step.known, step.classes = known, list(map(self._class, known))
         rows, trial, lacks = self._proposers(step, step.classes)
         step.proposing, step.trial = {row: step.classes[row] for row in rows}, bool(rows) and trial
@@ -132,9 +123,12 @@ class Choice:
 
     def _proposers(self, step: Decision, classes: Sequence[int]) -> tuple[list[int], bool, float]:
         """Return the rows that propose trees if they are of these classes, whether as a trial, and the slack that was
-        missing for more."""
-        line, gains = self.costs.proposals, self._gains
-        able = {row: kind for row, kind in enumerate(classes) if step.shape.budgets[row] > 0}
+        missing for others."""
+        line, gains = self.costs.proposals.line, self._gains
+        able = [row for row, budget in enumerate(step.shape.budgets) if budget > 0]
+
+        def net(row: int, doubt: float) -> float:
+            return step.values[row] * gains.expected(classes[row], step.prices[row], doubt) - line.each
 
         def lacks(rows: Sequence[int], doubt: float) -> float:
             """Include a node of each row that has some that pay: without, the proposal itself would be lost, again and
@@ -142,45 +136,11 @@ class Choice:
             nodes = sum([step.slopes[row] for row in rows if gains.nodes(classes[row], step.prices[row], doubt)])
             return self.ledger.lacks(line.at(len(rows)) + max(step.fixed, 0.0) + nodes + step.reserved, doubt > 0)
 
-        rows, trial, lacking = self._paying(step, gains, able, line, step.fixed, step.prices, lacks)
-        if not rows and (hopeless := [row for row, kind in able.items() if kind or line.at(1) < CHEAP]):
+        rows, trial, lacking = _paying(able, net, line.start + step.fixed, lacks)
+        if not rows and (hopeless := [row for row in able if classes[row] or line.at(1) < CHEAP]):
             missing = self.ledger.lacks(line.at(len(hopeless)) + step.reserved + RESERVE, trial=True)
             rows, trial, lacking = (hopeless if missing <= 0 else []), True, min(lacking, missing)
         return rows, trial, lacking
-
-    def _paying(
-        self,
-        step: Decision,
-        gains: Gains,
-        kinds: Mapping[int, int],
-        line: LinearCost,
-        fixed: float,
-        prices: Sequence[float],
-        lacks: Callable[[Sequence[int], float], float],
-    ) -> tuple[list[int], bool, float]:
-        """Choose the rows whose drafts pay together, first as expected, then with doubt, as a trial.
-
-        Args:
-            kinds: class of each row that may be chosen.
-            line: cost of the drafts by rows; ``fixed``: of having any nodes.
-            prices: of a node, in tokens, by row.
-            lacks: returns the slack missing for these rows, given the doubt.
-
-        Returns:
-            The rows, none if none pay or the slack does not cover them; whether it is a trial; and the slack missing.
-        """
-        lacking = math.inf
-        for doubt in (0.0, DOUBT):
-            net = {
-                row: step.values[row] * gains.expected(kind, prices[row], doubt) - line.each
-                for row, kind in kinds.items()
-            }
-            rows = [row for row, each in net.items() if each > 0]
-            if rows and sum(net[row] for row in rows) > line.start + fixed:
-                lacking = min(lacking, missing := lacks(rows, doubt))
-                if missing <= 0:
-                    return rows, doubt > 0, lacking
-        return [], True, lacking
 
     def limits(self, step: Decision) -> list[tuple[int, float]]:
         """Return the maximum nodes of each row's tree, and the minimum stated probability at which one can pay."""
@@ -196,15 +156,18 @@ class Choice:
 
     def choose_extensions(self, step: Decision, trees: Mapping[int, DraftTree]) -> list[int]:
         """Choose the rows, among these with their trees, that a costly source drafts for."""
-        line, spent, gains = self.costs.extensions, self.costs.proposed(step), self._costly_gains
+        line, spent, gains = self.costs.extensions.line, self.costs.proposed(step), self._costly_gains
         kinds = {row: gains.kind(tree.expected) for row, tree in trees.items() if step.shape.budgets[row] > 0}
-        free = [0.0] * len(step.shape)
-        rows, step.costly_trial, _ = self._paying(
-            step, gains, kinds, line, 0.0, free,
-            lambda rows, doubt: self.ledger.lacks_costly(spent, line.at(len(rows)), doubt > 0),
-        )  # fmt: skip
+
+        def net(row: int, doubt: float) -> float:
+            return step.values[row] * gains.expected(kinds[row], 0.0, doubt) - line.each
+
+        def lacks(rows: Sequence[int], doubt: float) -> float:
+            return self.ledger.lacks_costly(spent, line.at(len(rows)), doubt > 0)
+
+        rows, step.costly_trial, _ = _paying(list(kinds), net, line.start, lacks)
         if not rows and kinds:
-            missing = self.ledger.lacks_costly(spent, line.at(len(kinds)), trial=True)
+            missing = lacks(list(kinds), DOUBT)
             rows, step.lacks = (list(kinds) if missing <= 0 else []), min(step.lacks, missing)
         step.extended = {row: (kinds[row], trees[row]) for row in rows}
         step.trial |= bool(rows) and not step.proposing and step.costly_trial
@@ -225,12 +188,9 @@ class Choice:
         return self._pruner.prune(step.shape, trees, step.values, self.costs.table, fixed, correction.each, slack)
 
     def chain_length(self, step: Decision, most: int, stops_early: bool) -> tuple[int, list[float]]:
-        """Choose the draft length of chains, of at most ``most`` tokens, after the step's tree was pruned.
-
-        Returns:
-            The length, 0 if the tree or nothing is better; and by row, the probability of full acceptance at which a
-            further token is not worth its cost.
-        """
+        """Choose the draft length of chains, of at most ``most`` tokens, after the step's tree was pruned. Returns 0 if
+        the tree or nothing is better; and by row, the probability of full acceptance at which another token does not
+        pay."""
         shape, pruned, table, values = step.shape, step.pruned, self.costs.table, np.array(step.values)
         tree = 0.0 if pruned is None or not pruned.nodes else pruned.worth - self.costs.scored(step, pruned.added)
         draft, lengths, rows = self.costs.draft_line(shape.cached), np.arange(1, most + 1), len(shape)
@@ -258,8 +218,8 @@ class Choice:
         return step.chain, least
 
     def plain_steps(self, step: Decision, most: float) -> PlainSteps | None:
-        """Return for how long a decision to draft nothing holds, at most for ``most`` steps: until the slack has grown
-        by what it lacked, or a row promises enough. None if the next step must decide again."""
+        """Return how many steps, at most ``most``, a decision to draft nothing holds: until the slack has grown by what
+        it lacked, or a row promises enough. None if the next step must decide again."""
         if not (step.plain_step and step.classes and step.shape.decodes) or step.shape.undrafted_left:
             return None
         income = SHARE * step.plain
@@ -278,7 +238,7 @@ class Choice:
         return found
 
     def promises_more(self, plain: PlainSteps, known: Sequence[int | None]) -> bool:
-        """Return whether a row's known suffix has become long enough for a decision to draft nothing to end."""
+        """Return whether a row's known suffix has become long enough to end a decision to draft nothing."""
         before = zip(known, plain.decision.classes, strict=True)
         return any(each is not None and each >= plain.suffix and self._class(each) > kind for each, kind in before)
 
@@ -321,8 +281,7 @@ class Choice:
         self._tokens, self._spent = fade * self._tokens + share, fade * self._spent + share
 
     def _judge(self, step: Decision, outcomes: Sequence[Outcome | None]) -> float:
-        """Record which of the step's drafts were correct, scored or not. Returns the worth of what the costly source
-        added."""
+        """Record which drafts were correct, scored or not. Returns what the costly source's were worth."""
         judged, total = list[tuple[int, Outcome, bool]](), 0.0
         for row, outcome in enumerate(outcomes):
             if outcome is None:
@@ -359,6 +318,28 @@ class Choice:
         return right[1] - right[0] - (costs[1] - costs[0]) / len(step.extended) / step.values[row]
 
 
-def warm_up() -> None:
-    """Compile the code of decisions, or load it from the cache."""
-    tree_pruning.warm_up()
+def _paying(
+    rows: Sequence[int],
+    net: Callable[[int, float], float],
+    start: float,
+    lacks: Callable[[Sequence[int], float], float],
+) -> tuple[list[int], bool, float]:
+    """Choose the rows whose drafts pay together: as expected, or else with doubt, as a trial.
+
+    Args:
+        net: returns the net worth of a row's draft, given the doubt; together they must be worth more than ``start``.
+        lacks: returns the slack missing for some rows, given the doubt.
+
+    Returns:
+        The rows, none if none pay or the slack does not cover them; whether it is a trial; and the slack missing.
+    """
+    lacking = math.inf
+    for doubt in (0.0, DOUBT):
+        worth = {row: net(row, doubt) for row in rows}
+        chosen = [row for row in rows if worth[row] > 0]
+        if chosen and sum([worth[row] for row in chosen]) > start:
+            missing = lacks(chosen, doubt)
+            if missing <= 0:
+                return chosen, doubt > 0, 0.0
+            lacking = min(lacking, missing)
+    return [], True, lacking

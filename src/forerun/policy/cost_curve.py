@@ -5,10 +5,9 @@ A pass over n tokens, of which row r has n_r and attends to L_r cached ones, cos
     curve(n) + per_row * (rows - 1) + sum(L_r * cached_curve(n_r))
 
 in units of a pass over one token with an empty cache. Both curves are piecewise linear between a few measured sizes: on
-a CPU the second token turns matrix-vector into matrix products and costs as much as the next eight, and the slope grows
-where arithmetic begins to dominate memory. A row's cache is read once but scored against each of its tokens: after a
-long prompt, a few more tokens can cost as much as the whole pass. The Lookahead paper has one constant instead, the
-critical decoding length (section 3.4), at which the extra tokens cost as much as the pass.
+a CPU the second token turns matrix-vector into matrix products and costs as much as the next eight. A row's cache is
+scored against each of its tokens: after a long prompt, a few more can cost as much as the whole pass. The Lookahead
+paper has one constant instead, the critical decoding length (section 3.4).
 """
 
 from __future__ import annotations

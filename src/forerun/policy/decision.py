@@ -17,12 +17,11 @@ class Decision:
     """What a step under way drafts. Costs and worths are in plain passes, times in seconds.
 
     Attributes:
-        rows: what drafts recently gained, by row that may have a draft.
-        values: worth of a token, by row.
+        rows, values: what drafts recently gained, and the worth of a token, by row that may have a draft.
         cost_to_go: of all waiting rows.
         plain, alone: cost of the pass without drafts, and without prompts either.
         fixed, slopes: cost of having nodes at all, and of a node of each row; ``prices``: of that node, in tokens.
-        known: length of each row's known suffix, if the cheap source tells; ``classes``: the class of each.
+        known, classes: length of each row's known suffix, None if unknown; and its class.
         lacks: slack missing for the cheapest action that was rejected for lack of it.
         costly: whether the costly source may propose now or soon; ``trusted``: whether its drafts surely pay;
             ``reserved``: slack that cheap sources leave to it.
@@ -31,8 +30,8 @@ class Decision:
         worth_it: what is worth scoring without and with the costly source, under unlimited slack.
         chain: draft length of chains scored instead of trees; ``passes``: guessed cost of one of their passes.
         trial, costly_trial: whether the drafts, or those of the costly source, are not expected to pay.
-        planning: time of deciding and of the sources; ``proposal``, ``extension``, ``drafting``: of these, the cheap
-            source's, the costly one's, and the chains'.
+        planning: time of the decision and proposals: the cheap source's (``proposal``), the costly one's
+            (``extension``), and the chains' (``drafting``).
     """
 
     shape: PassShape
@@ -72,10 +71,10 @@ class Decision:
 
 @dataclass(slots=True)
 class PlainSteps:
-    """Steps that draft nothing by an earlier decision, until none are ``left`` or a row promises more.
+    """Steps that draft nothing by an earlier decision.
 
     Attributes:
-        left: for how many more steps the decision holds; ``steps``: for how many it held so far.
+        left, steps: for how many more steps the decision holds, and for how many it held so far.
         suffix: length of the known suffix at which a row of a lower class would propose a tree; infinite if none would.
         unchecked: steps in which no suffix can become that long, as it grows by a token per step.
         deciding, passed: seconds of checking, and of the passes.

@@ -30,16 +30,14 @@ from collections.abc import Sequence
 from forerun.policy.cost_curve import CostTable
 
 START_SLACK = 3.0
-"""What the first batch may lose at its start, in plain passes. First costs are guesses: with one pass, a first proposal
-that cost twice its guess ended drafting for a whole request."""
+"""What the first batch may lose at its start, in plain passes. With one pass, a first proposal that cost twice its
+guess ended drafting for a whole request."""
 TRIAL_SLACK = 1.0
-"""What actions that are not expected to pay may lose at the start, in plain passes: one rejected draft of typical
-size."""
+"""What trials may lose at the start, in plain passes: one rejected draft of typical size."""
 SHARE = 0.01
 """Share of the progress that drafting may lose in the long run."""
 RESERVE = TRIAL_SLACK / 2
-"""Slack that costly sources and hopeless trials leave for actions that promise more, in plain passes. Outputs change: a
-source that never hit may start to."""
+"""Slack that costly sources and hopeless trials leave for actions that promise more, in plain passes."""
 COSTLY_SHARE = 0.5
 """Share of a small slack's income that is for costly sources: as much as for cheap ones."""
 SAVED = 16.0
@@ -54,10 +52,9 @@ class Ledger:
 
     Attributes:
         slack: what the next action may cost if all its drafts are rejected.
-        trials: slack of actions that are not expected to pay; savings do not count.
-        costly: what a costly source may lose while the slack is small, so that a cheap source is tried first, and
-            neither spends what the other needs for a trial.
-        lost, progress: totals, as benchmarks print them.
+        trials: slack of trials, actions that are not expected to pay; savings do not count.
+        costly: what a costly source may lose while the slack is small, so that it leaves enough for a cheap one.
+        lost, progress: totals.
     """
 
     def __init__(self) -> None:
@@ -70,7 +67,7 @@ class Ledger:
         self.slack, self.trials = min(self.slack, allowed), min(self.trials, allowed)
 
     def available(self, trial: bool) -> float:
-        """Return what an action may cost; ``trial``: whether it is not expected to pay."""
+        """Return what an action may cost."""
         return min(self.trials, self.slack) if trial else self.slack
 
     def lacks(self, cost: float, trial: bool = False) -> float:
@@ -91,8 +88,7 @@ class Ledger:
     def book(
         self, cost: float, progress: float, trial: bool = False, costly: float = 0.0, hopeful: bool = True
     ) -> None:
-        """Book a step; ``trial``: whether it was not expected to pay, ``costly``: what a costly source lost,
-        ``hopeful``: whether that source was expected to pay."""
+        """Book a step; ``costly``: what a costly source lost, ``hopeful``: whether that was expected to pay."""
         loss = cost - progress
         self.costly -= costly
         if trial:

@@ -23,18 +23,17 @@ from forerun.policy.time_model import (
 )
 
 FIRST_PROPOSAL = 0.0002
-"""Seconds assumed for proposing a tree before the first measurement. Measured: 150 us, plus 20 us per further row."""
+"""First guess of proposing a tree, in seconds. Measured: 150 us, plus 20 us per further row."""
 FIRST_DECIDING = 5e-5
-"""Seconds assumed for deciding before the first measurement. Measured: 40 to 70 us."""
+"""First guess of deciding, in seconds. Measured: 40 to 70 us."""
 FIRST_EXTENSION = 0.3
-"""Plain passes assumed for a row's draft by a costly source that was not measured before: a small model."""
+"""First guess of a costly source's draft for a row that was not measured at load, in plain passes: a small model's."""
 FURTHER_ROW = 0.13
 """What a further row adds, as a share."""
 SLOPE_NODES = 8
 """Nodes over which the slope of the cost curve is taken."""
 PLAIN_STEPS_TO_MEASURE = 2
-"""Plain steps needed to measure one: drafting evicts what the next pass reads from the processor's caches, so only a
-plain step after another is measured."""
+"""Plain steps needed to measure one: drafting evicts the next pass's data from the processor's caches."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class DraftPasses:
         reads: how many of a row's cached tokens it reads.
         weight: its cost relative to the target's pass over that many cached tokens.
         small: costs of a small model that drafts directly for requests of at most ``alone`` cached tokens; its pass
-            over one token costs ``share``, and it reads at most ``window`` cached tokens.
+            over one token costs ``share``, and it reads at most ``window`` of them.
     """
 
     reads: Callable[[int], int] = lambda cached: cached
@@ -71,12 +70,7 @@ class DraftPasses:
 
 
 class StepCosts:
-    """Costs of passes, of proposing, deciding and drafting.
-
-    Args:
-        draft: first guess of the passes that draft chains.
-        costly: returns the measured seconds of a costly source's draft for one row, None if unknown.
-    """
+    """Costs of passes, of proposing, deciding and drafting; see ``Choice`` for the arguments."""
 
     def __init__(self, costs: CostCurve, draft: DraftPasses, costly: Callable[[], float | None] | None) -> None:
         self.table, self.draft, self._costly = CostTable(costs), draft, costly
@@ -92,8 +86,8 @@ class StepCosts:
         return self._passes.scale if self._loaded or self._passes.count else None
 
     def _part(self, name: str, seconds: float | None, passes: float = 1e-9) -> TimeModel:
-        """Return the model of a part's cost by rows. Its first guess is ``seconds``; until these and a plain pass are
-        known, ``passes``, by default nothing."""
+        """Return the model of a part's cost by rows. Its first guess is ``seconds``, or ``passes`` while these or the
+        unit are unknown."""
         if name in self._parts:
             return self._parts[name]
         unit = self.unit
@@ -104,26 +98,18 @@ class StepCosts:
         return model
 
     @property
-    def _proposals(self) -> TimeModel:
+    def proposals(self) -> TimeModel:
+        """Cost of proposing trees, by rows."""
         return self._part("proposals", FIRST_PROPOSAL)
 
     @property
-    def _extensions(self) -> TimeModel:
+    def extensions(self) -> TimeModel:
+        """Cost of a costly source's drafts, by rows."""
         return self._part("extensions", self._costly() if self._costly else None, FIRST_EXTENSION)
 
     @property
-    def proposals(self) -> LinearCost:
-        """Cost of proposing trees, by rows."""
-        return self._proposals.line
-
-    @property
-    def extensions(self) -> LinearCost:
-        """Cost of a costly source's drafts, by rows."""
-        return self._extensions.line
-
-    @property
     def correction(self) -> LinearCost:
-        """Correction of the curve for what drafts add, as shares of the cost of a pass without them."""
+        """Correction of what drafts add by the curve, as shares of a pass without them."""
         return self._passes.shape if self._plain_measured else AS_THE_CURVE_SAYS
 
     def nodes(self, step: Decision) -> tuple[float, list[float]]:
@@ -150,13 +136,13 @@ class StepCosts:
 
     def proposed(self, step: Decision) -> float:
         """Return the cost of the step's proposals."""
-        cost = self.proposals.at(len(step.proposing)) if step.proposing else 0.0
-        return cost + (self.extensions.at(len(step.extended)) if step.extended else 0.0)
+        cost = self.proposals.line.at(len(step.proposing)) if step.proposing else 0.0
+        return cost + (self.extensions.line.at(len(step.extended)) if step.extended else 0.0)
 
     def plain_step_due(self, gain: float) -> bool:
-        """Whether to measure a plain step now: none was measured yet and drafts gain little; it is in doubt whether
-        drafts pay; or another would cost less than ``SHARE`` of the time since the last. ``gain``: recent tokens in the
-        time of a plain step."""
+        """Whether to measure a plain step now: if none was measured and drafts gain little, if it is in doubt whether
+        they pay, or if it costs less than ``SHARE`` of the time since the last. ``gain``: recent tokens in the time of
+        a plain step."""
         if not self._plain_measured and (not self._loaded or self._after_plain):
             return gain <= PLAIN_STEPS_TO_MEASURE
         doubt = self._passes.doubt
@@ -165,8 +151,8 @@ class StepCosts:
         return self._since * SHARE > PLAIN_STEPS_TO_MEASURE * max(gain, 1.0)
 
     def learn(self, step: Decision, outcomes: Sequence[Outcome | None], beside: float, scoring: float) -> float:
-        """Record the seconds of a step's parts: all that was not the pass (``beside``), and the pass. Returns its cost
-        in plain passes; for a step without drafts, only the excess over a plain one."""
+        """Record the seconds of a step's pass (``scoring``) and of all else (``beside``). Returns its cost in plain
+        passes; for a step without drafts, only the excess over a plain one."""
         sizes = [0 if outcome is None else len(outcome.tree) for outcome in outcomes]
         added = step.shape.cost(self.table, sizes) - step.plain if any(sizes) else 0.0
         passed = 0.0 if step.plain_step else step.alone + (self.scored(step, added) if any(sizes) else 0.0)
@@ -177,9 +163,9 @@ class StepCosts:
         deciding = max(beside - step.proposal - step.extension - step.drafting, 0.0)
         cost = self._part("deciding", FIRST_DECIDING).record(deciding / unit)
         if step.proposing:
-            cost += self._proposals.record(step.proposal / unit, len(step.proposing), sized=True)
+            cost += self.proposals.record(step.proposal / unit, len(step.proposing), sized=True)
         if step.extended:
-            cost += self._extensions.record(step.extension / unit, len(step.extended), sized=True)
+            cost += self.extensions.record(step.extension / unit, len(step.extended), sized=True)
         if step.chain:
             cost += self._record_chains(step, sum(sizes) / len(step.shape), unit)
         return cost + (passed if credible is None or not any(sizes) else credible / unit)
@@ -202,8 +188,8 @@ class StepCosts:
         return credible
 
     def _record_chains(self, step: Decision, length: float, unit: float) -> float:
-        """Record the time of drafting chains. Returns its credible cost. The first chains touch memory and select keys,
-        so they only count if cheaper than the guess."""
+        """Record the time of drafting chains, and return its credible cost. The first chains touch memory and select
+        keys, so they only count if cheaper than the guess."""
         model = self._drafting[self.draft.are_alone(step.shape.cached)]
         passes = step.drafting / unit / step.passes
         if not length:

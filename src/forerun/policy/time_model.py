@@ -1,8 +1,7 @@
 """Track how long the parts of a step run on this machine, through noise.
 
 On a shared machine, speed may halve from one step to the next, and drafts would be blamed for it. So one estimate of
-the speed follows all passes, and all else is relative to it: what drafts add to a pass, and the cost of proposing them,
-in passes of that moment.
+the speed follows all passes, and all other costs are in passes of that moment.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ LOADED_DOUBT, START_DOUBT, EACH_DOUBT = 0.25, 0.2, 0.3
 GUESS_DOUBT, NOTHING_KNOWN = 0.5, 10.0
 """Prior standard deviations of the logarithm: of a guess, and of no knowledge (microseconds to hours)."""
 DRAFT_MEMORY = 50.0
-"""Steps in which measurements of drafts fade and the cost curve is believed again, so that drafts that seemed expensive
-are retried."""
+"""Steps in which measurements of drafts fade, so that drafts that seemed expensive are retried."""
 LEAST_START, MOST_EACH = 0.5, 8.0
 """Limits of ``start`` and ``each`` against noise, as shares of their priors."""
 CREDIBLE = 2.0
@@ -42,13 +40,13 @@ AS_THE_CURVE_SAYS, IN_PROPORTION = LinearCost(1.0, 1.0), LinearCost(0.0, 1.0)
 class TimeModel:
     """Tracks a time by size: ``scale * (start + each * size)``.
 
-    A Kalman filter follows all three, the scale as its logarithm. The scale drifts; ``start`` and ``each`` return to
-    their priors. A surprise is clipped at ``CREDIBLE`` deviations, and the rest becomes doubt about the scale: one slow
+    A Kalman filter follows the scale's logarithm, which drifts, and ``start`` and ``each``, which return to their
+    priors. A surprise is clipped at ``CREDIBLE`` deviations, and the rest becomes doubt about the scale: one slow
     measurement changes little, a second one confirms it.
 
     Args:
         scale: first guess; ``doubt``: standard deviation of its logarithm.
-        shape: prior of ``start`` and ``each``, which are shares of the scale.
+        shape: prior of ``start`` and ``each``.
         noise: standard deviation of a measurement, as a share.
     """
 
@@ -61,7 +59,7 @@ class TimeModel:
 
     def record(self, time: float, size: float = 0.0, sized: bool = False) -> float:
         """Update from a measured time of this size; without ``sized`` it measures the scale itself. Returns the time as
-        far as it is credible: a disturbance of the machine is not drafting's fault."""
+        far as it is credible."""
         if not time > 0:
             return 0.0
         (start, each), prior = self.shape, self._prior
