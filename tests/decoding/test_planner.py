@@ -15,6 +15,7 @@ from forerun.core.tree import DraftTree
 from forerun.decoding.planner import AdaptivePlanner
 from forerun.decoding.recipes import reading
 from forerun.decoding.row import Row
+from forerun.decoding.source import Limit
 from forerun.kv.cache import READ_BLOCK
 from forerun.models.forward.runtime import Runtime
 from forerun.policy.calibration import LOWEST_ODDS, ChainConfidence, odds_of
@@ -163,6 +164,34 @@ def test_a_decision_to_draft_nothing_ends_where_a_row_promises_more(rows):
     assert min(place for _, place in world.asked if place > 100) <= 301
     assert planner.choice.ledger.progress == pytest.approx(400 * LOADED.of([1] * rows, [0] * rows), rel=0.01)
     assert seconds < 0.9 * plain_seconds(world, Outline(rows, 400, sources="t"))
+
+
+def test_suffixes_are_not_looked_up_where_they_cannot_be_long_enough_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proposal costs more than a copy of three tokens gains, and less than one of eight does."""
+    looked_up, promise, unit = list[int](), Branches.promise, 2e-4 / 2.5
+
+    def counted(source: Branches, rows: Sequence[Row]) -> list[int | None]:
+        looked_up.append(len(rows[0].request))
+        return promise(source, rows)
+
+    monkeypatch.setattr(Branches, "promise", counted)
+    world = World(CostCurve((1, 2), (1.0, 1.02), unit=unit), plain=unit, asking=2e-4)
+    world.known, world.hits = lambda row, place: max(place - 150, 0), lambda row, place: place >= 150
+    simulate(world, Outline(1, 200, sources="t"))
+    assert 0 < sum(place < 150 for place in looked_up) < 50
+    assert min(place for _, place in world.asked if place > 100) == 158
+
+
+def test_a_source_that_fails_is_not_consulted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its state of the row is gone."""
+
+    def broken(source: Branches, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(Branches, "propose", broken)
+    world = World(LOADED, known=lambda row, place: 40 + row)
+    simulate(world, Outline(2, 50, sources="t"))
+    assert world.steps == 50
 
 
 @pytest.mark.parametrize("asking", [0.3, 0.7])

@@ -233,7 +233,7 @@ class AdaptivePlanner(Planner):
     def _promises_more(self, plain: PlainSteps, rows: Sequence[Row]) -> bool:
         assert self.trees is not None
         began = self._clock()
-        more = self.choice.promises_more(plain, self.trees.promise(rows))
+        more = self.choice.promises_more(plain, proposals.promises(self.trees, rows))
         plain.deciding += self._clock() - began
         return more
 
@@ -263,7 +263,7 @@ class AdaptivePlanner(Planner):
         return trees
 
     def _trees(self, source: Source, rows: Sequence[Row], decision: Decision) -> list[DraftTree] | None:
-        proposing = self.choice.choose_rows(decision, source.promise(rows))
+        proposing = self.choice.choose_rows(decision, proposals.promises(source, rows))
         if not proposing and not decision.costly:
             return None
         began, trees = self._clock(), [DraftTree.empty()] * len(rows)

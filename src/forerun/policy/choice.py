@@ -226,21 +226,27 @@ class Choice:
         steps = int(min(step.lacks / income, PLAIN_STEPS, most))
         if steps <= 0:
             return None
-        found = PlainSteps(step, steps)
+        plain = PlainSteps(step, steps)
         for kind, suffix in enumerate(SUFFIXES, 1):
-            lower = [known for known, own in zip(step.known, step.classes, strict=True) if own < kind]
-            if lower and None not in lower:
+            if None not in step.known and kind > min(step.classes):
                 rows, _, lacks = self._proposers(step, [max(own, kind) for own in step.classes])
                 if rows or lacks < steps * income:
-                    longest = max(each or 0 for each in lower)
-                    found.suffix, found.unchecked = suffix, suffix - max(longest, SUFFIXES[0] - 1) - 1
+                    plain.suffix = suffix
+                    self.promises_more(plain, step.known)
                     break
-        return found
+        return plain
 
     def promises_more(self, plain: PlainSteps, known: Sequence[int | None]) -> bool:
-        """Return whether a row's known suffix has become long enough to end a decision to draft nothing."""
-        before = zip(known, plain.decision.classes, strict=True)
-        return any(each is not None and each >= plain.suffix and self._class(each) > kind for each, kind in before)
+        """Return whether a row's known suffix has become long enough to end a decision to draft nothing, else note in
+        how many steps it may be."""
+        rows = zip(known, plain.decision.classes, strict=True)
+        missing = [
+            max(plain.suffix, SUFFIXES[kind]) - max(each or 0, SUFFIXES[0] - 1)
+            for each, kind in rows
+            if kind < len(SUFFIXES)
+        ]
+        plain.unchecked = min(missing, default=math.inf) - 1
+        return plain.unchecked < 0
 
     # learning
 
