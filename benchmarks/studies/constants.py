@@ -27,8 +27,8 @@ CONSTANTS = {
     "policy/ledger.py": ("START_SLACK", "TRIAL_SLACK", "SHARE", "SAVED", "CREDIT"),
     "policy/gains.py": ("PRIOR_TREES", "RECENT_TREES", "TREE_SPREAD"),
     "policy/calibration.py": ("FIRST_GUESS", "STATEMENT_WEIGHT", "MEMORY"),
-    "policy/choice.py": ("DOUBT", "CHEAP", "RECENT", "REST_STEPS"),
-    "policy/step_costs.py": ("FIRST_ASKING", "FURTHER_ROW"),
+    "policy/choice.py": ("DOUBT", "CHEAP", "RECENT", "PLAIN_STEPS"),
+    "policy/step_costs.py": ("FIRST_PROPOSAL", "FURTHER_ROW"),
     "policy/time_model.py": (
         *("STEP_NOISE", "DRAFTING_NOISE", "SPEED_DRIFT", "LOADED_DOUBT", "START_DOUBT", "EACH_DOUBT"),
         *("GUESS_DOUBT", "DRAFT_MEMORY", "LEAST_START", "MOST_EACH", "CREDIBLE"),

@@ -21,8 +21,8 @@ from forerun.decoding.source import Limit, Source, Wants
 from forerun.models.forward.runtime import Runtime
 from forerun.models.heads.head import CONTEXT_ENTRIES
 from forerun.policy.cost_curve import CostCurve
-from forerun.policy.decision import DraftPasses
 from forerun.policy.pass_shape import PassShape
+from forerun.policy.step_costs import DraftPasses
 
 RIGHT, WRONG, OTHER = 7, 9, 10  # the token of every request, and those of rejected drafts
 
@@ -226,12 +226,12 @@ def _step(world: World, outline: Outline, planner: AdaptivePlanner, live: list[R
     count, beside = len(live), world.beside(world.steps)
     left = [row.wants for row in live]
     shape = PassShape(
-        left, [outline.cached] * count, [1] * count, [64] * count, [each - 1 for each in left], beside,
+        left, [outline.cached] * count, [1] * count, [64] * count, beside,
         [max(left)] * outline.undrafted, [outline.cached] * outline.undrafted, outline.closed,
     )  # fmt: skip
     began = world.now
-    rests = planner.rests(live, shape.decodes and not outline.undrafted)
-    trees = (None if rests else planner.plan(live, shape.budgets, lambda: shape)) or [DraftTree.empty()] * count
+    skips = planner.skips(live, shape.decodes and not outline.undrafted)
+    trees = (None if skips else planner.plan(live, shape.budgets, lambda: shape)) or [DraftTree.empty()] * count
     trees = [tree.cut(64, row.wants - 1, 48) for tree, row in zip(trees, live, strict=True)]
     planned = world.now
     world.take_pass([*(1 + len(tree) for tree in trees), *[1] * outline.undrafted], outline.cached, beside)
@@ -239,8 +239,7 @@ def _step(world: World, outline: Outline, planner: AdaptivePlanner, live: list[R
     states = torch.empty(1, 0) if planner.states else None
     outcomes = [_verified(world, row, tree, states) for row, tree in zip(live, trees, strict=True)]
     times = StepTimes(planned - began, passed - planned, world.now - passed)
-    if planner.learns_from(times):
-        planner.learn(live, outcomes, times)
+    planner.learn(live, outcomes, times)
     for row in live:
         if row.request.finish_reason is not None:
             row.close()

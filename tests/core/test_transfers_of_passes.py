@@ -29,7 +29,7 @@ from forerun.engine import step as engine_step
 from forerun.engine.step import BatchRow, DecodingStep
 from forerun.kv.full_cache import FullCache
 from forerun.models.text.processors import of_row
-from forerun.policy.chain_confidence import ChainConfidence
+from forerun.policy.calibration import ChainConfidence
 
 MODEL = tiny("llama")
 WARPED = [of_row(each, MODEL) for each in ([], [theirs.TemperatureLogitsWarper(0.7)], [theirs.TopKLogitsWarper(3)])]

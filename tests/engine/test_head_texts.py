@@ -37,7 +37,7 @@ from forerun.core.origin import Origin
 from forerun.core.request import Request
 from forerun.core.sampling import Sampler
 from forerun.core.tree import DraftTree
-from forerun.decoding.asking import merged_estimates
+from forerun.decoding.proposals import merged_estimates
 from forerun.decoding.recipes import Setup
 from forerun.decoding.sources.head_source import HeadSource
 from forerun.kv.kv_tiers import min_device_bytes

@@ -314,10 +314,10 @@ def test_the_best_branch_is_the_one_of_which_most_is_expected():
         np.array([0.5, 0.4, 0.35, 0.3, 0.1]),
         np.zeros(5, np.int8),
     )
-    assert best_branch(draft, 0.0) == [2, 3, 4, 5]
-    assert best_branch(draft, 0.3) == [2, 3, 4]
-    assert best_branch(draft, 0.45) == [1]
-    assert best_branch(draft, 0.6) == []
+    assert best_branch(draft) == [2, 3, 4, 5]
+    assert best_branch(draft.cut(4)) == [2, 3, 4]
+    assert best_branch(draft.cut(1)) == [1]
+    assert best_branch(draft.cut(0)) == []
 
 
 # --- llama-cpp-python

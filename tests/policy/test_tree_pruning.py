@@ -28,7 +28,7 @@ def shape(
 ) -> PassShape:
     """A pass over ``count`` rows."""
     pending, cached = list(pending) or [1] * count, list(cached) or [0] * count
-    return PassShape([depth + 1] * count, cached, pending, [CHAIN] * count, [depth] * count, beside)
+    return PassShape([depth + 1] * count, cached, pending, [CHAIN] * count, beside)
 
 
 def prune(
@@ -36,7 +36,7 @@ def prune(
     given: PassShape | None = None, **costs: float,
 ) -> PrunedTrees:  # fmt: skip
     """Prune where a token of each row is worth ``value`` plain passes."""
-    values = np.full(len(trees), value)
+    values = [value] * len(trees)
     return pruner.prune(given or shape(len(trees)), trees, values, CostTable(curve), **costs)
 
 
@@ -58,8 +58,7 @@ def run(right: int, steps: int = 300, tree: DraftTree | None = None, pruner: Tre
     for _ in range(steps):
         (kept,) = prune(pruner, [tree or chain()]).trees
         sizes.append(len(kept))
-        pruner.note(0, follow(kept, right), False)
-        pruner.learn()
+        pruner.learn([(0, follow(kept, right), False)])
     return sizes
 
 
@@ -87,13 +86,15 @@ def test_what_is_kept_is_a_tree_of_nodes_that_can_be_accepted(rows, critical, se
         read = [len(kept) + count for kept, count in zip(pruned.trees, pending, strict=True)]
         assert pruned.added == pytest.approx(curve.of(read, cached) - curve.of(pending, cached))
         assert pruned.worth == pytest.approx(pruned.tokens)
+        outcomes = list[tuple[int, Outcome, bool]]()
         for row, (tree, kept) in enumerate(zip(rows, pruned.trees, strict=True)):
             assert branches(kept) <= branches(tree)
             assert all(len(branch) <= deepest and max(branch) < 15 for branch in branches(kept))
             leaf = int(rng.integers(-1, len(kept)))
             path = kept.ancestors[leaf].nonzero()[0].tolist() if leaf >= 0 else []
-            pruner.note(row, Outcome(kept, Verdict(path, [*kept.tokens[path].tolist(), 99]), NO_LOGITS), False)
-        pruner.learn()
+            verdict = Verdict(path, [*kept.tokens[path].tolist(), 99])
+            outcomes.append((row, Outcome(kept, verdict, NO_LOGITS), False))
+        pruner.learn(outcomes)
 
 
 def branches(tree: DraftTree) -> set[tuple[int, ...]]:
@@ -191,6 +192,5 @@ def test_a_drawn_node_that_was_not_scored_teaches_nothing():
         pruner = TreePruner(VOCABULARY)
         (kept,) = prune(pruner, [tree], CostCurve.linear(1.8)).trees
         assert len(kept) == 2
-        pruner.note(0, Outcome(kept, Verdict([0, 1], [0, 1, 2]), NO_LOGITS), drawn)
-        pruner.learn()
+        pruner.learn([(0, Outcome(kept, Verdict([0, 1], [0, 1, 2]), NO_LOGITS), drawn)])
         assert pruner._calibration.seen.sum() == pytest.approx(shown, rel=0.05)

@@ -12,7 +12,7 @@ from forerun.core.request import Request
 from forerun.core.sampling import Salt, Sampler, gumbel
 from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Outcome, verify
-from forerun.decoding.asking import propose
+from forerun.decoding.proposals import propose
 from forerun.decoding.row import Row
 from forerun.decoding.source import Limit, Source
 from forerun.kv.cache import Cache

@@ -1,9 +1,9 @@
-"""A level: a model over a cache, and a planner over sources. One step is propose, score, verify, commit, learn.
+"""A level: a model over a cache, and a planner over sources. One step is plan, score, verify, commit, update.
 
 The engine's target is a level, and so is each level below it, since *a verifier over a drafter is itself a drafter*
 (TriForce, section 4): it drafts a chain by taking steps with forks of the rows. Its tokens are distributed as if its
-model had drawn them one by one, so ``q`` for the level above is the model's own distribution. (The authors' code passes
-on another one after a rejection.) A small model alone is a level without sources.
+model had drawn them one by one, so ``q`` for the level above is the model's own distribution, even after a rejection,
+unlike in the authors' code. A small model alone is a level without sources.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from forerun.kv.cache import READ_BLOCK, Cache
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.prefill import read_prompt
 from forerun.models.forward.scorer import Scorer
-from forerun.policy.chain_confidence import ChainConfidence
+from forerun.policy.calibration import ChainConfidence
 from forerun.policy.pass_shape import PassShape
 
 log = logging.getLogger(__name__)
@@ -137,21 +137,20 @@ class Level(Source):
             Each decoding row's outcome, None if it failed; and the seconds of the step's parts.
         """
         began = self._clock()
-        trees, forced, rests = self._plan(rows, budgets, reading, closed)
+        trees, forced, plain = self._plan(rows, budgets, reading, closed)
         blocks, every = [row.block(tree) for row, tree in zip(rows, trees, strict=True)], list(rows)
         for row, block in reading:
             every.append(row)
             blocks.append(block)
         planned = self._clock()
         scored = self._score(every, blocks)
-        choices = self._choices(rows, trees, scored, rests)
+        choices = self._choices(rows, trees, scored, plain)
         passed = self._clock()
         outcomes, end = list(map(self._verify, rows, blocks, scored, choices)), len(rows)
         read = list(map(self._take_in, every[end:], blocks[end:], scored[end:]))
         times = StepTimes(planned - began, passed - planned, self._clock() - passed)
-        if not self.planner.learns_from(times):
-            return outcomes, times
-        self._learn(every, [*outcomes, *read], forced, times)
+        learned = list(map(_after, outcomes, forced)) if any(forced) else outcomes
+        self.planner.learn(every, [*learned, *read], times)
         return outcomes, StepTimes(times.planning, times.scoring, self._clock() - passed)
 
     def _forced(self, row: Row, budget: int) -> list[int]:
@@ -161,11 +160,10 @@ class Level(Source):
     def _plan(
         self, rows: Sequence[Row], budgets: Sequence[int], reading: Sequence[tuple[Row, Block]], closed: bool
     ) -> tuple[Sequence[DraftTree], Sequence[list[int]], bool]:
-        """Return the trees to score, the chains of forced tokens that they begin with, and whether the planner drafts
-        nothing."""
+        """Return the trees to score, their forced tokens, and whether the planner drafts nothing."""
         forced, trees = list(map(self._forced, rows, budgets)), [EMPTY_TREE] * len(rows)
         constrained = any(forced)
-        if not constrained and self.planner.rests(rows, not reading):
+        if not constrained and self.planner.skips(rows, not reading):
             return trees, forced, True
         texts = list(map(Row.followed_by, rows, forced)) if constrained else rows
         drafted = [n for n, row in enumerate(texts) if row.request.drafts and row.request.finish_reason is None]
@@ -201,7 +199,6 @@ class Level(Source):
             [cached[n] for n in drafted],
             [pending[n] for n in drafted],
             [budgets[n] for n in drafted],
-            [left[n] - 1 for n in drafted],
             sum(len(block) for _, block in reading) + sum(pending[n] - 1 for n in others),
             [left[n] for n in others],
             [cached[n] for n in others],
@@ -209,8 +206,7 @@ class Level(Source):
         )
 
     def _score(self, rows: Sequence[Row], blocks: Sequence[Block]) -> Sequence[Scored]:
-        """Score all rows; on a GPU the results may be pending. If a pass fails, each row gets its own pass, and only
-        rows that fail again end. At a lower level only drafts fail."""
+        """Score all rows; on a GPU the results may be pending."""
         most = self.limit.now(len(rows))
         if most >= len(rows):
             return self._pass(rows, blocks)
@@ -218,6 +214,8 @@ class Level(Source):
         return [each for part in parts for each in self._pass(rows[part], blocks[part])]
 
     def _pass(self, rows: Sequence[Row], blocks: Sequence[Block]) -> Sequence[Scored]:
+        """Run a pass. If it fails, each row gets its own, and only rows that fail again end; at a lower level, only
+        drafts fail."""
         caches, layers = [row.cache for row in rows], () if rows[0].tentative else self.planner.states
         try:
             return self.model.score_rows(blocks, caches, layers)
@@ -233,16 +231,16 @@ class Level(Source):
         return scored
 
     def _choices(
-        self, rows: Sequence[Row], trees: Sequence[DraftTree], scored: Sequence[Scored], rests: bool
+        self, rows: Sequence[Row], trees: Sequence[DraftTree], scored: Sequence[Scored], plain: bool
     ) -> Sequence[RowChoices]:
         """Wait for the pass, so that timings are right, and fetch what verification and the sources need of it."""
-        best = self.wants.best if rows and not (rests or rows[0].tentative) else 0
+        best = self.wants.best if rows and not (plain or rows[0].tentative) else 0
         chances = any(isinstance(row, TrialRow) and row.least > 0 for row in rows)
         return choose_rows(trees, scored, [row.request for row in rows], best, chances)
 
     def _verify(self, row: Row, block: Block, scored: Scored, choices: RowChoices) -> Outcome | None:
-        """Verify a row's tree and commit what is accepted. An error ends only this row (at a lower level: its
-        draft)."""
+        """Verify a row's tree and commit what is accepted. An error ends only this row, or its draft at a lower
+        level."""
         try:
             if isinstance(scored, Exception):
                 raise scored
@@ -269,24 +267,6 @@ class Level(Source):
         except Exception as error:
             row.request.fail(error)
             return None
-
-    def _learn(
-        self,
-        rows: Sequence[Row],
-        outcomes: Sequence[Outcome | None],
-        forced: Sequence[Sequence[int]],
-        seconds: StepTimes,
-    ) -> None:
-        """Update the planner and sources, without forced tokens. Only sources that need hidden states get chunks of
-        prompts."""
-        chains = [*forced, *[()] * (len(rows) - len(forced))]
-        known = [
-            (row, _after(outcome, len(chain)) if outcome is not None and chain else outcome)
-            for row, outcome, chain in zip(rows, outcomes, chains, strict=True)
-            if row.request.drafts and (outcome is None or outcome.verdict.tokens or self.wants.states)
-        ]
-        if known:
-            self.planner.learn([row for row, _ in known], [outcome for _, outcome in known], seconds)
 
     # a level as a source
 
@@ -336,9 +316,8 @@ class Level(Source):
         return True
 
     def _prepare(self, own: TrialRow, request: Request, tokens: int) -> bool:
-        """Prepare a sparse view piece by piece, select its first tokens, and run a pass whose result is discarded. The
-        selection costs as much as many passes, and a first pass touches memory and compiles: here, neither spoils the
-        first measured draft."""
+        """Prepare a sparse view piece by piece, then select its first tokens and run a pass whose result is discarded:
+        both cost more than later ones, and would spoil the first measured draft."""
         cache = own.cache
         if cache.synced or not cache.ready or cache.whole:
             return True
@@ -351,8 +330,8 @@ class Level(Source):
         return True
 
     def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
-        """Draft a chain for each row; the rows share passes at every level. While the cache holds all of a request, a
-        level over the target's own model would only repeat the level above, so it passes on its sources' trees."""
+        """Draft a chain for each row; the rows share passes at every level. A level over the target's own model passes
+        on its sources' trees while the cache holds all of a request."""
         own: list[TrialRow] = [row.states[self] for row in rows]
         direct = [n for n, each in enumerate(own) if self._adds_nothing(each)]
         chains = [n for n in range(len(rows)) if n not in direct]
@@ -382,7 +361,7 @@ class Level(Source):
             own.follow()
 
     def _extend(self, rows: Sequence[TrialRow]) -> None:
-        """Take a step with rows whose chains are too short, or several at once where tokens can stay on the device."""
+        """Take a step with rows whose chains are too short, or several where tokens can stay on the device."""
         if not self.planner.own and device_chain.fits(self.model, [row.request for row in rows]):
             self._extend_on_device(rows)
             return
@@ -405,8 +384,8 @@ class Level(Source):
             row.request.stats.add_seconds(0.0, seconds, 0.0)
 
     def _room(self, own: TrialRow, request: Request) -> int:
-        """Return how many tokens can be drafted at the cost of decoding passes: none before the prompt is prefilled,
-        and none after a token outside the model's vocabulary."""
+        """Return how many tokens can be drafted: none before the prompt is prefilled, or after a token outside the
+        model's vocabulary."""
         if not own.prepared:
             return 0
         cache, source = own.cache, own.cache.source
@@ -417,8 +396,8 @@ class Level(Source):
         return self._room_after(request.tokens[own.first :], len(request)) if ready else 0
 
     def _room_after(self, tokens: IntArray, length: int | None = None) -> int:
-        """Return how many tokens the model can draft after ``tokens``, which end a request of ``length`` tokens (by
-        default all of it); 0 if one is outside its vocabulary."""
+        """Return how many tokens the model can draft after ``tokens``, the end of a request of ``length`` tokens, by
+        default all of it."""
         if int(tokens.max()) >= self.model.vocabulary:
             return 0
         limit = self.model.limit
@@ -450,10 +429,12 @@ def _kept(states: torch.Tensor, block: Block, path: Sequence[int]) -> torch.Tens
     return states[: len(rows)] if chain else states[rows]
 
 
-def _after(outcome: Outcome, chain: int) -> Outcome:
-    verdict = outcome.verdict
-    path = [node - chain for node in verdict.path[chain:]]
-    best = outcome.best
-    best = None if best is None else BestTokens(best.tokens[chain:], best.scores[chain:])
-    tree, logits = outcome.tree.behind(chain), outcome.logits[chain:]
-    return Outcome(tree, Verdict(path, verdict.tokens[chain:]), logits, best, outcome.states, outcome.start)
+def _after(outcome: Outcome | None, forced: Sequence[int]) -> Outcome | None:
+    """Return an outcome without the forced tokens that its tree begins with."""
+    if outcome is None or not forced:
+        return outcome
+    count, verdict, best = len(forced), outcome.verdict, outcome.best
+    path = [node - count for node in verdict.path[count:]]
+    best = None if best is None else BestTokens(best.tokens[count:], best.scores[count:])
+    tree, logits = outcome.tree.behind(count), outcome.logits[count:]
+    return Outcome(tree, Verdict(path, verdict.tokens[count:]), logits, best, outcome.states, outcome.start)

@@ -4,31 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
-from forerun.decoding import asking
+from forerun.decoding import proposals
+from forerun.decoding.chain_preparation import ChainPreparation, PreparedRow
 from forerun.decoding.row import Row, RowState
 from forerun.decoding.source import Limit, Source, Wants
 from forerun.kv.cache import READ_BLOCK
 from forerun.models.forward.runtime import Runtime
 from forerun.models.forward.scorer import Scorer
-from forerun.policy import choice
-from forerun.policy.chain_preparation import ChainPreparation, Prompt
+from forerun.policy import tree_pruning
 from forerun.policy.choice import Choice
-from forerun.policy.cost_curve import CostCurve, CostTable
-from forerun.policy.decision import Decision, DraftPasses
-from forerun.policy.gains import AcceptanceRate
+from forerun.policy.cost_curve import CostTable
+from forerun.policy.decision import Decision, PlainSteps
 from forerun.policy.pass_shape import PassShape
+from forerun.policy.step_costs import DraftPasses
 
 UNSURE = float("inf")
 """Default confidence at which a tree needs no costly source: none, so that source always drafts."""
-
-
-GAIN_WEIGHT = 0.2
-"""Weight of the last step in a row's recent tokens per step: averages over a handful of steps."""
 
 
 class StepTimes(NamedTuple):
@@ -83,10 +79,10 @@ class Planner:
 
     def read(self, row: Row, tokens: int) -> bool:
         """Let the sources process a piece of a prompt. Returns whether all are done."""
-        unread = [source for source in self.own if not asking.read(source, row, tokens)]
-        return not unread
+        done = [proposals.read(source, row, tokens) for source in self.own]
+        return all(done)
 
-    def rests(self, rows: Sequence[Row], decodes: bool) -> bool:
+    def skips(self, rows: Sequence[Row], decodes: bool) -> bool:
         """Return whether it is known without planning that nothing is drafted; ``decodes``: the step only decodes."""
         return not self.own
 
@@ -99,68 +95,34 @@ class Planner:
     def draft(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
         """Draft with the cheap source, helped by the costly one where needed; without a cheap one, draft chains."""
         first = self.trees or self.chains
-        trees = asking.propose(first, rows, limits) if first is not None else [DraftTree.empty()] * len(rows)
+        trees = proposals.propose(first, rows, limits) if first is not None else [DraftTree.empty()] * len(rows)
         if self.costly is not None:
             wide = [Limit(limit.nodes) for limit in limits]
-            trees = asking.merge(trees, self.costly, rows, wide, self.confident)
+            trees = proposals.merge(trees, self.costly, rows, wide, self.confident)
         return trees
 
-    def learns_from(self, seconds: StepTimes) -> bool:
-        """Record what a step took, and return whether any source learns from its outcomes."""
-        return bool(self.sources)
-
     def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome | None], seconds: StepTimes) -> None:
-        """Update the sources. Tokens of a lower level are tentative and teach nothing."""
-        known = [(row, outcome) for row, outcome in zip(rows, outcomes, strict=True) if outcome and not row.tentative]
+        """Update the planner and its sources after each step; ``outcomes``: None for failed rows. Tokens of a lower
+        level are tentative and teach nothing; chunks of prompts are for sources that need hidden states."""
+        known = [
+            (row, outcome)
+            for row, outcome in (zip(rows, outcomes, strict=True) if self.sources else ())
+            if outcome is not None and not row.tentative and row.request.drafts
+            if outcome.verdict.tokens or self.wants.states
+        ]
         if known:
             for source in self.sources:
-                asking.learn(source, [row for row, _ in known], [outcome for _, outcome in known])
+                proposals.learn(source, [row for row, _ in known], [outcome for _, outcome in known])
 
 
-@dataclass(slots=True)
-class _RowPlan(RowState):
-    """An ``AdaptivePlanner``'s state of a row.
+@dataclass
+class _RowPlan(RowState, PreparedRow):
+    """An ``AdaptivePlanner``'s state of a row; ``closed`` is called when it ends."""
 
-    Attributes:
-        unread, ready: whether preparing the prompt for chains has not started, or is finished.
-        due: length of the request at which to reconsider whether preparing pays; ``pays``: the last answer.
-        seconds: spent on preparing.
-    """
-
-    planner: AdaptivePlanner
-    rate: AcceptanceRate
-    gain: float = 1.0
-    unread: bool = True
-    ready: bool = False
-    due: int = 0
-    pays: bool = False
-    seconds: float = 0.0
+    closed: Callable[[], None] = field(kw_only=True)
 
     def close(self) -> None:
-        self.planner.live -= 1
-        if not self.planner.live:
-            self.planner.end_rest()
-
-
-@dataclass(slots=True)
-class _PlannedStep:
-    decision: Decision
-    rows: Sequence[Row]
-    states: Sequence[_RowPlan]
-
-
-@dataclass(slots=True)
-class _Rest:
-    """A decision to draft nothing, which holds for ``left`` more steps after ``steps`` so far.
-
-    ``deciding`` and ``passed`` are seconds spent on checking that it holds, and on these steps' passes.
-    """
-
-    plan: _PlannedStep
-    left: int
-    steps: int = 0
-    deciding: float = 0.0
-    passed: float = 0.0
+        self.closed()
 
 
 class AdaptivePlanner(Planner):
@@ -191,243 +153,194 @@ class AdaptivePlanner(Planner):
         super().__init__(trees, costly, chains, confident)
         if costly is not None:
             self.states, costly.trusted = (), False
-        self._clock, self._runtime, self._models = runtime.clock, runtime, [model, *([small] if small else [])]
-        self._vocabulary, self._longest, self._beyond, self._stops_early = (
-            model.vocabulary,
-            longest,
-            beyond,
-            stops_early,
-        )
+        self._clock, self._runtime, self._model, self._small = runtime.clock, runtime, model, small
+        self._longest, self._beyond, self._stops_early = longest, beyond, stops_early
         self._draft = draft or DraftPasses()
         others = [each for source in (trees, costly) if source is not None for each in source.walk()]
         self._levels = [each for each in self.sources if each not in others]
         """What only learns once a row is prepared for chains."""
-        self._measured: list[CostCurve] = []
-        self._under_way: _PlannedStep | None = None
-        self._rest: _Rest | None = None
-        self._resting = False  # in the step under way
+        self._choice: Choice | None = None
+        self._preparation: ChainPreparation | None = None
+        self._doubtful = False  # whether passes were measured on a busy machine
+        self._opened = self._live = 0  # rows so far, and now
         self._fresh = True  # no step since there were no rows
-        self.live = 0
-        """Open rows."""
-        self._opened = 0
+        self._planned: tuple[Decision, Sequence[Row]] | None = None  # of the step under way
+        self._plain: PlainSteps | None = None
+        self._plain_rows: list[dict[Any, Any]] = []  # the rows for which it holds, by their states
+        self._followed = False  # whether a source learns from such steps
+        self._skipped = False  # whether it holds in the step under way
 
     def warm_up(self) -> None:
-        choice.warm_up()
-        self._choose()
+        tree_pruning.warm_up()
+        self._measure()
 
     @property
     def choice(self) -> Choice:
         """The decision maker, created when first needed."""
-        if not self._measured:
-            self._choose()
-        return self._choice
+        return self._choice or self._measure()
 
-    def _choose(self) -> None:
-        self._measured = [self._runtime.costs(model) for model in self._models]
-        target, *small = self._measured
-        draft = self._draft
-        if small and small[0].unit and target.unit:
-            share = small[0].unit / target.unit
-            draft = DraftPasses(draft.reads, draft.weight, CostTable(small[0]), share, draft.window, draft.alone)
-        costly = self.costly
-        self._choice = Choice(target, self._vocabulary, draft, None if costly is None else lambda: costly.seconds)
-        self._preparation = ChainPreparation(self._choice, self._longest, self.trees is not None)
+    def _measure(self) -> Choice:
+        costs, small = self._runtime.costs(self._model), self._small and self._runtime.costs(self._small)
+        draft, costly = self._draft, self.costly
+        self._doubtful = costs.doubtful or (small is not None and small.doubtful)
+        if small is not None and small.unit and costs.unit:
+            draft = replace(draft, small=CostTable(small), share=small.unit / costs.unit)
+        measured = None if costly is None else lambda: costly.seconds
+        self._choice = made = Choice(costs, self._model.vocabulary, draft, measured)
+        if self.chains is not None:
+            self._preparation = ChainPreparation(
+                made, self.chains, self._longest, self._beyond, self.trees is not None, self._clock
+            )
+        return made
 
     def open(self, row: Row) -> _RowPlan:
         self._opened += 1
-        doubtful = any(costs.doubtful for costs in self._measured)
-        if doubtful and not self.live and self._opened.bit_count() == 1:  # before the 1st, 2nd, 4th, 8th request
-            self._choose()
-        self._fresh |= self.live == 0
-        self.live += 1
-        return _RowPlan(self, self.choice.chains.child())
+        if self._doubtful and not self._live and self._opened.bit_count() == 1:  # the 1st, 2nd, 4th, 8th request
+            self._measure()
+        self._fresh |= self._live == 0
+        self._live += 1
+        return _RowPlan(self.choice.chains.child(), closed=self._close_row)
 
-    # reading prompts
+    def _close_row(self) -> None:
+        self._live -= 1
+        if not self._live:
+            self._end_plain_steps()
 
     def read(self, row: Row, tokens: int) -> bool:
         """Let the cheap sources process the prompt, and prepare it for chains if that is expected to pay."""
-        state: _RowPlan = row.states[self]
         cheap = [source for source in (self.trees, self.costly) if source is not None]
-        unread = [source for source in cheap if not asking.read(source, row, tokens)]
-        if unread:
+        done = [proposals.read(source, row, tokens) for source in cheap]
+        if not all(done):
             return False
-        if self.chains is None or state.ready:
-            return True
-        if state.unread and (not self._may_read(row, state) or _is_short(row)):
-            return True
-        return self._read_on(row, state, tokens)
+        return self._preparation is None or self._preparation.read(row, row.states[self], tokens)
 
-    def _may_read(self, row: Row, state: _RowPlan) -> bool:
-        """Decide whether to prepare a row for chains, anew every ``READ_BLOCK`` tokens; for a short request, whose
-        cache needs a single pass, whenever its answer has doubled."""
-        short = _is_short(row)
-        if not state.unread or self.trees is None:
-            return True
-        length = len(row.request)
-        if length >= state.due:
-            state.due = length + (length - row.request.prompt_length + 1 if short else READ_BLOCK)
-            state.pays = length > self._beyond and self._preparation.pays(self._prompt(row), self.choice.gain)
-        return state.pays
-
-    def _prompt(self, row: Row) -> Prompt:
-        return Prompt(len(row.request), row.request.prompt_length, row.wants, _is_short(row))
-
-    def _read_on(self, row: Row, state: _RowPlan, tokens: int) -> bool:
-        assert self.chains is not None
-        state.unread, began = False, self._clock()
-        state.ready = asking.read(self.chains, row, tokens)
-        state.seconds += self._clock() - began
-        if state.ready:
-            self._preparation.record(self._prompt(row), state.seconds)
-        return state.ready
-
-    def _chains_ready(self, rows: Sequence[Row], states: Sequence[_RowPlan]) -> bool:
-        """Return whether all rows can have chains. Short rows are prepared here if another row already is."""
-        begun = not all(state.unread for state in states)
-        allowed = [
-            self._may_read(row, state) or (begun and _is_short(row)) for row, state in zip(rows, states, strict=True)
-        ]
-        return all(allowed)
-
-    # a step
-
-    def rests(self, rows: Sequence[Row], decodes: bool) -> bool:
+    def skips(self, rows: Sequence[Row], decodes: bool) -> bool:
         """Return whether the last decision to draft nothing holds: for the same rows, if none promises more."""
-        rest, self._resting = self._rest, False
-        if rest is None or not decodes or not rest.left or self.trees is None:
+        plain, self._skipped = self._plain, False
+        if plain is None or not decodes or not plain.left or len(rows) != len(self._plain_rows):
             return False
-        if [id(row.states) for row in rows] != [id(row.states) for row in rest.plan.rows]:
+        if any(row.states is not own for row, own in zip(rows, self._plain_rows, strict=True)):
             return False
+        if plain.unchecked > 0:
+            plain.unchecked -= 1
+        elif self._promises_more(plain, rows):
+            return False
+        plain.left -= 1
+        plain.steps += 1
+        self._skipped = True
+        return True
+
+    def _promises_more(self, plain: PlainSteps, rows: Sequence[Row]) -> bool:
+        assert self.trees is not None
         began = self._clock()
-        kinds = self._choice.kinds(self.trees.promise(rows))
-        self._resting = all(now <= then for now, then in zip(kinds, rest.plan.decision.kinds, strict=True))
-        if self._resting:
-            rest.left -= 1
-            rest.steps += 1
-            rest.deciding += self._clock() - began
-        return self._resting
+        more = self.choice.promises_more(plain, proposals.promises(self.trees, rows))
+        plain.deciding += self._clock() - began
+        return more
 
     def plan(
         self, rows: Sequence[Row], budgets: Sequence[int], shape: Callable[[], PassShape]
     ) -> list[DraftTree] | None:
         """Return the best part of each tree, or chains, or None, whichever is worth most."""
         began = self._clock()
-        self.end_rest()
-        trees = self._decide(rows, shape())
-        if self._under_way is not None:
-            self._under_way.decision.planning = self._clock() - began
+        self._end_plain_steps()
+        decision = self.choice.begin(shape(), [row.states[self] for row in rows], self._fresh)
+        self._fresh = False
+        trees = self._draft_best(rows, decision)
+        decision.planning = self._clock() - began
+        self._planned = decision, rows
         return trees
 
-    def end_rest(self) -> None:
-        """Book the steps that drafted nothing by the last decision."""
-        rest, self._rest = self._rest, None
-        if rest is not None and rest.steps:
-            self._choice.rested(rest.plan.decision, rest.steps, rest.deciding, rest.passed)
-            for state in rest.plan.states:
-                state.gain = 1.0 + (1.0 - GAIN_WEIGHT) ** rest.steps * (state.gain - 1.0)
-
-    def _decide(self, rows: Sequence[Row], shape: PassShape) -> list[DraftTree] | None:
-        states = [row.states[self] for row in rows]
-        chosen = self.choice
-        decision = chosen.begin(shape, [state.gain for state in states], self._fresh)
-        self._fresh = False
-        self._under_way = _PlannedStep(decision, rows, states)
+    def _draft_best(self, rows: Sequence[Row], decision: Decision) -> list[DraftTree] | None:
+        shape = decision.shape
         if self.costly is not None:
             self.states = self.wants.states if decision.costly else ()
             self.costly.trusted = decision.trusted
-        if shape.decodes and chosen.costs.plain_step_due(chosen.gain):
+        if shape.decodes and self.choice.costs.plain_step_due(self.choice.gain):
             return None
-        trees = self._trees(rows, decision)
-        if self.chains is not None and shape.decodes and max(shape.cached) >= self._beyond:
-            trees = self._chains(rows, states, decision) or trees
+        trees = None if self.trees is None else self._trees(self.trees, rows, decision)
+        if self._preparation is not None and shape.decodes and max(shape.cached) >= self._beyond:
+            trees = self._chains(self._preparation, rows, decision) or trees
         return trees
 
-    def _trees(self, rows: Sequence[Row], decision: Decision) -> list[DraftTree] | None:
-        if self.trees is None:
+    def _trees(self, source: Source, rows: Sequence[Row], decision: Decision) -> list[DraftTree] | None:
+        proposing = self.choice.choose_rows(decision, proposals.promises(source, rows))
+        if not proposing and not decision.costly:
             return None
-        asked = self._choice.ask(decision, self.trees.promise(rows))
-        if not asked and not decision.costly:
-            return None
-        began = self._clock()
-        limits, trees = [Limit(*limit) for limit in self._choice.limits(decision)], [DraftTree.empty()] * len(rows)
-        if asked:
-            found = asking.propose(self.trees, [rows[row] for row in asked], [limits[row] for row in asked])
-            for row, tree in zip(asked, found, strict=True):
+        began, trees = self._clock(), [DraftTree.empty()] * len(rows)
+        limits = [Limit(*limit) for limit in self.choice.limits(decision)]
+        if proposing:
+            found = proposals.propose(source, [rows[row] for row in proposing], [limits[row] for row in proposing])
+            for row, tree in zip(proposing, found, strict=True):
                 trees[row] = tree
         if decision.costly:
-            trees = self._deepened(trees, rows, limits, decision)
-        if decision.rests:
+            trees = self._extended(trees, rows, limits, decision)
+        if decision.plain_step:
             return None
-        kept = self._choice.prune(decision, trees)
-        if asked:
-            decision.asking = self._clock() - began - decision.deepening
+        kept = self.choice.prune(decision, trees)
+        if proposing:
+            decision.proposal = self._clock() - began - decision.extension
         return kept
 
-    def _deepened(
+    def _extended(
         self, trees: list[DraftTree], rows: Sequence[Row], limits: Sequence[Limit], decision: Decision
     ) -> list[DraftTree]:
         assert self.costly is not None
         began, wide = self._clock(), [Limit(limit.nodes) for limit in limits]
-        trees = asking.merge(
-            trees, self.costly, rows, wide, self.confident, lambda unsure: self._choice.deepen(decision, unsure)
-        )
-        if decision.deeper:
-            decision.deepening = self._clock() - began
+        trees = proposals.merge(
+            trees, self.costly, rows, wide, self.confident,
+            lambda unsure: self.choice.choose_extensions(decision, unsure),
+        )  # fmt: skip
+        if decision.extended:
+            decision.extension = self._clock() - began
         return trees
 
-    def _chains(self, rows: Sequence[Row], states: Sequence[_RowPlan], decision: Decision) -> list[DraftTree] | None:
+    def _chains(self, preparation: ChainPreparation, rows: Sequence[Row], decision: Decision) -> list[DraftTree] | None:
         assert self.chains is not None
-        most = min(self._longest, max(decision.shape.budgets), max(decision.shape.depths))
-        if most < 1 or not self._chains_ready(rows, states):
+        shape, states = decision.shape, [row.states[self] for row in rows]
+        most = min(self._longest, max(shape.budgets), max(shape.left) - 1)
+        if most < 1 or not preparation.allows(rows, states):
             return None
-        length, least = self._choice.chain_length(decision, [state.rate for state in states], most, self._stops_early)
+        length, least = self.choice.chain_length(decision, most, self._stops_early)
         if not length:
             return None
-        unread = [
-            row for row, state in zip(rows, states, strict=True)
-            if not (state.ready or self._read_on(row, state, READ_BLOCK))
-        ]  # fmt: skip
-        if unread:
+        ready = [preparation.go_on(row, state, READ_BLOCK) for row, state in zip(rows, states, strict=True)]
+        if not all(ready):
             decision.chain = 0
             return None
         began = self._clock()
-        limits = [Limit(min(length, budget), each) for budget, each in zip(decision.shape.budgets, least, strict=True)]
-        trees = asking.propose(self.chains, rows, limits)
+        limits = [Limit(min(length, budget), each) for budget, each in zip(shape.budgets, least, strict=True)]
+        trees = proposals.propose(self.chains, rows, limits)
         decision.drafting = self._clock() - began
         return trees
 
-    def learns_from(self, seconds: StepTimes) -> bool:
-        if self._resting and self._rest is not None:
-            self._rest.passed += seconds.scoring + seconds.verifying
-            chaining = not all(state.unread for state in self._rest.plan.states)
-            return any(source.follows and (chaining or source not in self._levels) for source in self.sources)
-        return True
-
     def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome | None], seconds: StepTimes) -> None:
+        passed = seconds.scoring + seconds.verifying  # without drafts, these are the plain pass
+        if self._skipped and self._plain is not None:
+            self._skipped, self._plain.passed = False, self._plain.passed + passed
+            if self._followed:
+                super().learn(rows, outcomes, seconds)
+            return
         began = self._clock()
         super().learn(rows, outcomes, seconds)
-        plan, self._under_way = self._under_way, None
-        if plan is None:
+        if self._planned is None:
             return
         taught = self._clock() - began
+        (decision, planned), self._planned = self._planned, None
+        if decision.proposing:
+            decision.proposal += taught
+        elif decision.extended:
+            decision.extension += taught
         by_row = {id(row.states): outcome for row, outcome in zip(rows, outcomes, strict=True)}
-        own = [by_row.get(id(row.states)) for row in plan.rows]
-        if plan.decision.asked:
-            plan.decision.asking += taught
-        elif plan.decision.deeper:
-            plan.decision.deepening += taught
-        rates = [state.rate for state in plan.states]
-        passed = seconds.scoring + seconds.verifying  # without drafts, these are the plain pass
-        tokens = self._choice.learn(plan.decision, own, rates, passed, taught)
-        for state, got in zip(plan.states, tokens, strict=True):
-            state.gain += GAIN_WEIGHT * (got - state.gain)
-        steps = self._choice.patience(plan.decision)
-        if self.chains is not None:
-            steps = min(steps, self._beyond - max(plan.decision.shape.cached))
-        if steps > 0:
-            self._rest = _Rest(plan, steps)
+        self.choice.learn(decision, [by_row.get(id(row.states)) for row in planned], passed, taught)
+        until_chains = float("inf") if self.chains is None else self._beyond - max(decision.shape.cached)
+        self._plain = self.choice.plain_steps(decision, until_chains)
+        if self._plain is not None:
+            self._plain_rows = [row.states for row in planned]
+            chaining = not all(row.states[self].unread for row in planned)
+            self._followed = any(each.follows and (chaining or each not in self._levels) for each in self.sources)
 
-
-def _is_short(row: Row) -> bool:
-    """Return whether a row's cache for chains needs a single pass."""
-    return len(row.request) <= READ_BLOCK
+    def _end_plain_steps(self) -> None:
+        """Book the steps that drafted nothing by the last decision."""
+        plain, self._plain = self._plain, None
+        if plain is not None:
+            self.choice.learn_plain(plain)

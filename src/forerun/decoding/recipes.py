@@ -22,7 +22,7 @@ from forerun.kv.streaming import Rotation, StreamingCache
 from forerun.models.forward import gate
 from forerun.models.forward.runtime import Runtime
 from forerun.models.forward.scorer import Scorer, is_sharded
-from forerun.policy.decision import DraftPasses
+from forerun.policy.step_costs import DraftPasses
 from forerun.trie.trie import Trie
 
 if TYPE_CHECKING:
@@ -35,14 +35,13 @@ CONFIDENT_NODES = 4
 """Expected accepted nodes at which a trie's tree needs no head: a good head's tree yields as many."""
 
 HELPED = 0.1
-"""First guess of the cost of drafting a token over a sparse cache with a small model's or trie's help, in target
-passes. Low, so that drafting is tried and then measured. A small model alone is measured at load."""
+"""First guess of drafting a token over a sparse cache with a small model's or trie's help, in target passes. Low, so
+that drafting is tried and then measured."""
 
 
 SCANNED = 0.1
-"""Share of a cached token that selection from short keys reads: 24 bytes, where a head's key and value have 256 in
-bfloat16 and 512 in float32. SmolLM2's drafting pass after 16,000 tokens costs 0.63 plain passes, as predicted (without
-this share: 0.58; half: 0.60; double: 0.67)."""
+"""Share of a cached token that selection from short keys reads: 24 of 256 bytes per head in bfloat16 (512 in float32).
+SmolLM2's drafting pass after 16,000 tokens costs 0.63 plain passes, as predicted (with half or double: 0.60, 0.67)."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to build a level; ``small``: whether it needs a small model; ``sparse``: makes the target's sparse cache, if
-    it drafts over one."""
+    """How to build a level; ``small``: whether it needs a small model; ``sparse``: makes the target's sparse cache."""
 
     build: Callable[[Setup], Level]
     small: bool = False
@@ -81,7 +79,7 @@ class Recipe:
 
 
 def head_of(settings: LongContextConfig) -> Head | None:
-    """Return the trained head among the settings: an object, loaded from a folder, or ``mtp``; None without one. Raises
+    """Return the settings' trained head: an object, loaded from a folder, or ``mtp``; None without one. Raises
     ``ValueError`` for a folder that holds none."""
     given = settings.draft_model
     if not _is_head(given):
@@ -200,8 +198,7 @@ def sparse_cache(settings: LongContextConfig) -> CacheFactory:
 
 
 def reading(most: int, scanned: float = 0.0) -> Callable[[int], int]:
-    """Return how many cached tokens a pass reads: at most ``most``, plus the share ``scanned`` of the rest to select
-    them."""
+    """Return how many cached tokens a pass reads: at most ``most``, and the share ``scanned`` of the others."""
     return lambda cached: min(cached, most) + int(scanned * max(cached - most, 0))
 
 
@@ -222,7 +219,7 @@ def middle_level(setup: Setup, planner: Planner, nodes: int, beyond: int = 0) ->
 
 def _auto(setup: Setup) -> Level:
     """Make the level with all sources: a trie, a trained head, and the target over a sparse cache, drafted for by these
-    or a small model. Without a small model, the sparse cache only helps beyond its own size."""
+    or a small model. Without one, the sparse cache only helps beyond its own size."""
     settings, trie = setup.settings, setup.trie()
     head, budget = head_of(settings), settings.cache_budget
     costly = None if head is None else _head_source(head, setup)
@@ -253,8 +250,7 @@ def long_context(
     sparse: Callable[[LongContextConfig], CacheFactory] | None = None,
     small: bool = False,
 ) -> Recipe:
-    """Make a recipe that drafts chains of at most ``gamma2`` tokens, only as many as pay if the settings say so. Its
-    level comes from ``build``; ``sparse`` and ``small`` as in ``Recipe``."""
+    """Make a recipe that drafts chains of at most ``gamma2`` tokens, or as many as pay if the settings say so."""
 
     def paced(setup: Setup) -> Level:
         settings, chains = setup.settings, build(setup)
@@ -282,8 +278,7 @@ def self_drafting(sparse: Callable[[LongContextConfig], CacheFactory]) -> Recipe
 
 
 def alone_over(setup: Setup, cache: CacheFactory, gamma: int | None = None) -> Level:
-    """Make the level of the target over a sparse cache, drafting alone with draft length ``gamma``, by default
-    ``gamma2``."""
+    """Make the level of the target over a sparse cache, with draft length ``gamma``, by default ``gamma2``."""
     chain = setup.settings.gamma2 if gamma is None else gamma
     return Level(setup.target, Planner(), cache=cache, chain=chain, clock=setup.runtime.clock)
 

@@ -40,12 +40,10 @@ class Wants(NamedTuple):
 class Source(ABC):
     """Proposes drafts. It changes only the speed, never the output.
 
-    One source serves all rows of an engine. Its state of a row, which ``open`` returns, is in ``row.states[self]``. For
-    each row, ``open`` is called once, ``read`` until it returns True, then ``propose`` and ``learn``; finally the state
-    is closed.
-
-    At a lower level, ``propose`` gets rows whose last tokens are tentative (``row.tentative``); ``learn`` only
-    gets what the target committed. A source that raises loses only its drafts for the row.
+    One source serves all rows of an engine. For each row, ``open`` is called once, ``read`` until it returns True, then
+    ``propose`` and ``learn``; finally the state in ``row.states[self]`` is closed. At a lower level, ``propose`` gets
+    rows whose last tokens are tentative; ``learn`` only gets what the target committed. A source that raises loses only
+    its drafts for the row.
     """
 
     wants: Wants = Wants()
@@ -54,15 +52,15 @@ class Source(ABC):
     seconds: float | None = None
     """Measured seconds of a costly source's draft for one row, before the first; None if unknown."""
     trusted = True
-    """Whether drafts are expected to pay. If not, the source need not prepare more than a trial needs, and may get no
-    hidden states for some steps."""
+    """Whether drafts are expected to pay. If not, the source may get no hidden states for some steps, and need not
+    prepare more than a trial needs."""
 
     def open(self, row: Row) -> Any:  # noqa: B027
         """Start a row, whose prompt is known. Returns the row's state, a ``RowState`` if it must be closed."""
 
     def read(self, row: Row, tokens: int) -> bool:
-        """Process about ``tokens`` more prompt tokens and return whether the prompt is done. The target has prefilled
-        them, except for its last block. Pieces are small so that other rows do not wait long."""
+        """Process about ``tokens`` more prompt tokens, which the target has prefilled except for its last block, and
+        return whether the prompt is done."""
         return True
 
     def promise(self, rows: Sequence[Row]) -> Sequence[int | None]:
@@ -80,8 +78,8 @@ class Source(ABC):
         ``request.max_draft_depth`` are cut off."""
 
     def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:  # noqa: B027
-        """Update from a step of the target; ``request.tokens`` already ends with ``outcome.verdict.tokens``. A source
-        that needs hidden states also gets chunks of prompts, which commit no tokens."""
+        """Update from a step of the target; ``request.tokens`` already ends with the committed tokens. A source that
+        needs hidden states also gets chunks of prompts, which commit none."""
 
     def needs(self, tokens: int) -> int:
         """Return the maximum bytes held for a row of ``tokens`` tokens."""

@@ -15,7 +15,7 @@ from forerun.core.tree import DraftTree, IntArray
 from forerun.core.verify import Outcome, Verdict
 from forerun.decoding.device_chain import ChainPiece
 from forerun.decoding.row import Row
-from forerun.policy.chain_confidence import ChainConfidence
+from forerun.policy.calibration import ChainConfidence
 
 
 @dataclass(eq=False, kw_only=True)
@@ -23,10 +23,8 @@ class TrialRow(Row):
     """A row of a lower level, which follows one of the target's (``upper``). Its tokens are tentative.
 
     Attributes:
-        reading: tokens in the cache, from the prompt's last one on.
-        prepared: whether it has its cache.
-        length: draft length.
-        least: probability of full acceptance at which a chain ends.
+        reading: tokens in the cache, from the prompt's last one on; ``prepared``: whether it has its cache.
+        length: draft length; ``least``: probability of full acceptance at which the chain ends earlier.
         probabilities: of the chain's tokens under the model, if it may end early.
     """
 

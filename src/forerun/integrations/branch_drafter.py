@@ -64,7 +64,7 @@ class BranchDrafter:
         """Index the new tokens and draft the next ones, at most ``lengths``; return token ids by row, or raise as
         ``FollowedTexts.follow``."""
         trees = self.trees(rows, [TREE_NODES_PER_TOKEN * length for length in lengths], lengths)
-        return [best_branch(tree, self.settings.least_probability) for tree in trees]
+        return list(map(best_branch, trees))
 
     def trees(
         self,
@@ -73,7 +73,8 @@ class BranchDrafter:
         depths: Sequence[int],
         recycled: Sequence[RecycledRows] = (),
     ) -> list[Draft]:
-        """Index the new tokens and draft a tree per row, or raise as ``FollowedTexts.follow``.
+        """Index the new tokens and draft a tree per row, or raise as ``FollowedTexts.follow``. No node is less likely
+        than ``DraftSettings.least_probability``.
 
         Args:
             nodes, depths: limits of each tree.
@@ -86,8 +87,9 @@ class BranchDrafter:
         for request, scored in zip(before, recycled, strict=bool(recycled)):
             if request is not None and request in self._requests:
                 self.trie.recycle(request, scored)
+        least = self.settings.least_probability
         return [
-            NO_DRAFT if request is None or not row.new else self.trie.retrieve(request, size, depth)
+            NO_DRAFT if request is None or not row.new else self.trie.retrieve(request, size, depth, least=least)
             for request, row, size, depth in zip(self._requests, rows, nodes, depths, strict=True)
         ]
 
@@ -98,15 +100,9 @@ class BranchDrafter:
             self._saving()
 
 
-def likely(draft: Draft, least: float) -> Draft:
-    """Keep the nodes with a probability of at least ``least``; ``draft`` is in order of probability."""
-    return draft.cut(int(np.count_nonzero(draft.probability >= least)))
-
-
-def best_branch(draft: Draft, least: float) -> list[int]:
-    """Return the branch with the most expected accepted tokens, of nodes with a probability of at least ``least``.
-    ``draft`` has parents first; no node is likelier than its parent."""
-    draft = likely(draft, least)
+def best_branch(draft: Draft) -> list[int]:
+    """Return the branch with the most expected accepted tokens. ``draft`` has parents first; no node is likelier than
+    its parent."""
     expected, parents = draft.probability.tolist(), draft.parents.tolist()
     for node, parent in enumerate(parents):
         if parent >= 0:

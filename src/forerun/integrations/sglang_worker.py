@@ -16,7 +16,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.ngram_worker import NGRAMWorker
 
 from forerun.core.tree import IntArray
-from forerun.integrations.branch_drafter import BranchDrafter, likely
+from forerun.integrations.branch_drafter import BranchDrafter
 from forerun.integrations.draft_settings import DraftSettings
 from forerun.integrations.row_texts import RowText
 from forerun.integrations.verified_tree import BoolArray, VerifiedTree
@@ -69,8 +69,7 @@ class ForerunWorker(NGRAMWorker):  # type: ignore[misc]  # the engine may be mis
         drafts = self._drafter.trees(rows, most, most, self._recycled())
         self._lengths = lengths
         self._trees = [
-            VerifiedTree(text, likely(draft, self._drafter.settings.least_probability), most[0] + 1, self._vocabulary)
-            for text, draft in zip(texts, drafts, strict=True)
+            VerifiedTree(text, draft, most[0] + 1, self._vocabulary) for text, draft in zip(texts, drafts, strict=True)
         ]
         tokens = np.concatenate([tree.tokens for tree in self._trees])
         return tokens, np.concatenate([tree.mask().ravel() for tree in self._trees])

@@ -1,12 +1,13 @@
 """Calibration: correct a drafter's stated probability by how often nodes with similar log-odds were accepted.
 
 Nodes without a stated probability are grouped by depth. Old counts fade, so the correction follows the output. This
-runs at every step, so it is compiled and works on arrays that are allocated once.
+is compiled, over arrays that are allocated once.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,14 +16,16 @@ from forerun.core.compiling import compiled
 from forerun.policy.cost_curve import FloatArray
 
 FIRST_GUESS = 0.8
-"""Acceptance probability of a node after an accepted parent before any was counted, if none is stated. Weighs one
-node."""
+"""Acceptance probability of a node after an accepted parent, if none is stated, before any was counted."""
 LOWEST_ODDS, HIGHEST_ODDS = -6, 8
 """Nodes are grouped by their stated log-odds, rounded to integers in this range."""
 STATEMENT_WEIGHT = 2.0
 """Weight of a drafter's own statement, in counted nodes."""
 MEMORY = 0.97
 """Factor by which counts fade at each step with nodes: a half-life of 23 steps."""
+AGREEMENT = 0.2
+"""A drafting model's token of probability p is first assumed to be accepted with probability p to this power: where
+the model is unsure, the target often agrees."""
 
 ODDS_GROUPS = HIGHEST_ODDS - LOWEST_ODDS + 1
 DEPTH_GROUPS = 24
@@ -75,8 +78,8 @@ def group_of(odds: float) -> int:
 
 @compiled
 def calibrated(table: CalibrationTable, odds: float) -> float:
-    """Return the acceptance probability of a node with these stated log-odds, given its parent's acceptance. Each group
-    is shifted, but not across the midpoint to a neighbour."""
+    """Return the acceptance probability of a node with these stated log-odds, after an accepted parent. Each group is
+    shifted, but not across the midpoint to a neighbour."""
     group, true = group_of(odds), table.odds
     shifted = odds + true[group] - (group + LOWEST_ODDS)
     if group > 0:
@@ -88,7 +91,7 @@ def calibrated(table: CalibrationTable, odds: float) -> float:
 
 @compiled
 def chance_at_depth(table: CalibrationTable, depth: int) -> float:
-    """Return the acceptance probability of a node by its depth alone, given its parent's acceptance."""
+    """Return the acceptance probability of a node by its depth alone, after an accepted parent."""
     at = ODDS_GROUPS + min(depth, DEPTH_GROUPS) - 1
     return float((table.right[at] + FIRST_GUESS) / (table.seen[at] + 1))
 
@@ -134,3 +137,25 @@ def forget(table: CalibrationTable) -> None:
         table.right[group] *= MEMORY
     for group in range(ODDS_GROUPS):
         table.expected[group] *= MEMORY
+
+
+class ChainConfidence:
+    """Decides where a chain ends: calibrates a drafting model's own probabilities by acceptance."""
+
+    def __init__(self) -> None:
+        self._table = CalibrationTable.empty()
+
+    def chance(self, probability: float) -> float:
+        """Return the acceptance probability of a token with this model probability, after accepted ones."""
+        return float(calibrated(self._table, odds_of(probability**AGREEMENT)))
+
+    def learn(self, probabilities: Sequence[float], accepted: int) -> None:
+        """Update from a verified chain, of which the first ``accepted`` tokens were accepted."""
+        tested = probabilities[: accepted + 1]
+        if not tested:
+            return
+        forget(self._table)
+        for depth, probability in enumerate(tested):
+            odds = odds_of(probability**AGREEMENT)
+            count(self._table, group_of(odds), odds, depth < accepted)
+        fit_odds(self._table)

@@ -1,10 +1,9 @@
 """Choose what a step drafts: a tree from cheap sources, a chain from a model, or nothing.
 
-One rule decides: an action is taken if its expected gain in tokens is worth more than it costs
-(``ledger.TokenValues``), and if the ledger affords the cost even if every draft is rejected. A tree is proposed if its
-predicted gain pays, then pruned to the nodes that pay. A chain is drafted if its net worth exceeds the tree's. What is
-not expected to pay, but might within one standard error, is tried from a part of the slack reserved for trials.
-Proposed trees are judged by the committed tokens even where they were not scored.
+One rule decides: an action is taken if the tokens that it is expected to gain are worth more than it costs, and if the
+ledger affords the cost even if every draft is rejected. A tree is proposed if its predicted gain pays, then pruned to
+the nodes that pay. A chain is drafted if its net worth exceeds the tree's. What might pay within one standard error is
+tried from a part of the slack reserved for trials.
 """
 
 from __future__ import annotations
@@ -16,43 +15,48 @@ import numpy as np
 
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
-from forerun.policy import ledger, node_table, time_model
 from forerun.policy.calibration import MEMORY
 from forerun.policy.cost_curve import CostCurve
-from forerun.policy.decision import Decision, DraftPasses
+from forerun.policy.decision import Decision, PlainSteps
 from forerun.policy.gains import (
-    DEEPER_GAINS,
-    DEEPER_PRIOR_TREES,
-    DEEPER_SPREAD,
+    COSTLY_GAINS,
+    COSTLY_PRIOR_TREES,
+    COSTLY_SPREAD,
     EXPECTED_NODES,
     SUFFIX_GAINS,
     SUFFIXES,
     AcceptanceRate,
     Gains,
+    RowGains,
 )
-from forerun.policy.ledger import RESERVE, SHARE, Ledger, TokenValues
+from forerun.policy.ledger import RESERVE, SHARE, Ledger, cost_to_go, token_values
 from forerun.policy.pass_shape import PassShape
-from forerun.policy.step_costs import StepCosts
+from forerun.policy.step_costs import DraftPasses, StepCosts
 from forerun.policy.tree_pruning import PrunedTrees, TreePruner
 
 DOUBT = 1.0
 """Standard errors added to the expected gain in trials."""
 CHEAP = 0.25
-"""Share of a plain pass that a chain may always cost if it is expected to pay, however short earlier ones were."""
+"""Share of a plain pass that a chain may cost however short earlier ones were, and a proposal whatever a row
+promises."""
 PRICE_MARGIN = 0.5
-"""Share of a node's price below which sources need not draft: calibration may raise a stated probability, and the cost
-curve is flat in places. With SmolLM2, 0.35, 0.5, 0.7 and 1 lose 0.0, 0.1, 0.2 and 1.5 % of the accepted nodes of trees
-of 64 nodes, and draft 24, 20, 16 and 13 % of them."""
+"""Share of a node's price below which sources need not draft; below 1 as calibration may raise a stated probability.
+With SmolLM2 and 64 nodes, 0.35, 0.5, 0.7 and 1 lose 0.0, 0.1, 0.2 and 1.5 % of the accepted nodes, and draft 24, 20, 16
+and 13 % of all."""
 RECENT = 0.1
 """Weight of the last step in recent averages."""
-REST_STEPS = 16
-"""Maximum steps for which a decision to skip drafting stands: what tokens are worth hardly changes meanwhile. With 0, 8
-and 64 the simulated table is the same to 0.0001."""
+PLAIN_STEPS = 16
+"""Maximum steps for which a decision to draft nothing holds. With 0, 8 and 64 the simulated table is the same to
+0.0001."""
 
 
 class Choice:
-    """Decides what a level drafts, and learns from the outcomes; ``draft``: assumed cost of chains' passes, ``costly``:
-    if there is a costly source besides trees, returns its measured seconds for a row's draft, None if unknown."""
+    """Decides what a level drafts, and learns from the outcomes. ``chains`` is the acceptance rate of all chains.
+
+    Args:
+        costs: of the target's passes; ``draft``: first guess of those that draft chains.
+        costly: returns the measured seconds of a costly source's draft, or None; None without such a source.
+    """
 
     def __init__(
         self,
@@ -61,145 +65,119 @@ class Choice:
         draft: DraftPasses | None = None,
         costly: Callable[[], float | None] | None = None,
     ) -> None:
-        self.ledger, self.draft, self._costly = Ledger(), draft or DraftPasses(), costly
-        self.chains = AcceptanceRate()
-        """Acceptance rate of chains over all requests."""
+        self.ledger, self.chains, self.draft = Ledger(), AcceptanceRate(), draft or DraftPasses()
+        self.costs, self._has_costly = StepCosts(costs, self.draft, costly), costly is not None
         self._gains = Gains(SUFFIXES, SUFFIX_GAINS)
-        self._deeper_gains = Gains(EXPECTED_NODES, DEEPER_GAINS, DEEPER_PRIOR_TREES, DEEPER_SPREAD)
-        self._pruner, self._values = TreePruner(vocabulary), TokenValues()
-        self.costs = StepCosts(costs, self.draft, costly)
+        self._costly_gains = Gains(EXPECTED_NODES, COSTLY_GAINS, COSTLY_PRIOR_TREES, COSTLY_SPREAD)
+        self._pruner = TreePruner(vocabulary)
         self._stretch = self._tokens = self._spent = 1.0
-
-    # deciding
-
-    def begin(self, shape: PassShape, gains: Sequence[float], fresh: bool = False) -> Decision:
-        """Start a step; ``gains``: recent tokens per step of each row that may have drafts, ``fresh``: whether it is
-        the first of a batch, whose steps count as plain ones until some were drafted for."""
-        if fresh:
-            self._stretch = 1.0
-        every = [*gains, *[1.0] * len(shape.undrafted_left)]
-        left, cached = shape.left + shape.undrafted_left, shape.cached + shape.undrafted_cached
-        values, cost_to_go = self._values.of(left, every, cached, self.costs.table, self._stretch, shape.closed)
-        if fresh:
-            self.ledger.open(cost_to_go)
-        plain = shape.plain(self.costs.table)
-        alone = plain if shape.decodes else shape.alone(self.costs.table)
-        step = Decision(shape, values[: len(shape)], cost_to_go, plain, alone)
-        if self._costly is not None:
-            self._consider_costly(step)
-        return step
-
-    def _consider_costly(self, step: Decision) -> None:
-        """Decide whether the costly source may propose in this step or soon; if not, it needs no hidden states. It is
-        trusted if its drafts would surely pay at the pace of plain steps, so that it is ready where a copy ends."""
-        line, worth = self.costs.deepening, max(float(step.values.sum()), step.plain)
-        cost, pays = line.at(1), self._deeper_gains.expected(0) * float(step.values.max()) > line.at(1)
-        lacks = self.ledger.lacks_costly(0.0, cost, trial=not pays)
-        step.trusted = self._deeper_gains.expected(0, doubt=-DOUBT) * worth > line.at(len(step.shape))
-        step.costly = step.trusted or lacks <= 0
-        step.reserved = cost + RESERVE if pays and cost <= self.ledger.costly else 0.0
-        if not step.costly:
-            step.lacks = lacks
 
     @property
     def gain(self) -> float:
         """Recent tokens per row in the time of a plain step."""
         return self._tokens / self._spent
 
-    def ask(self, step: Decision, promises: Sequence[int | None]) -> list[int]:
-        """Choose the rows that propose trees, by each row's known suffix; a short one where the source cannot tell."""
-        line, (fixed, slopes), kept = self.costs.asking, self.costs.nodes(step), step.reserved
-        step.kinds = kinds = self.kinds(promises)
-        for doubt in (0.0, DOUBT):
-            worth = [
-                value * self._gains.expected(kind, slope / value, doubt) - line.each
-                for kind, value, slope in zip(kinds, step.values.tolist(), slopes, strict=True)
-            ]
-            rows = [row for row, net in enumerate(worth) if net > 0 and step.shape.budgets[row] > 0]
-            pays = bool(rows) and sum(worth[row] for row in rows) > line.start + fixed
-            if pays:
-                scored = max(fixed, 0.0) + self._least_scored(step, rows, slopes, doubt)
-                lacks = self.ledger.lacks(line.at(len(rows)) + scored + kept, doubt > 0)
-                if lacks <= 0:
-                    break
-                step.lacks = min(step.lacks, lacks)
-        else:
-            rows = [
-                row for row, kind in enumerate(kinds) if step.shape.budgets[row] > 0 and (kind or line.at(1) < CHEAP)
-            ]
-            if not rows:
-                return []
-            if not self._affords_hopeless(line.at(len(rows)) + kept):
-                step.lacks = min(step.lacks, self.ledger.lacks(line.at(len(rows)) + kept + RESERVE, trial=True))
-                return []
-        step.asked, step.trial = {row: kinds[row] for row in rows}, not pays or doubt > 0
+    # deciding
+
+    def begin(self, shape: PassShape, rows: Sequence[RowGains], fresh: bool = False) -> Decision:
+        """Start a step; ``rows``: those that may have drafts, ``fresh``: whether it is the first of a batch."""
+        if fresh:
+            self._stretch = 1.0
+        table, left, cached = self.costs.table, shape.left + shape.undrafted_left, shape.cached + shape.undrafted_cached
+        gains = [row.tokens for row in rows] + [1.0] * len(shape.undrafted_left)
+        values = token_values(left, gains, cached, table, self._stretch, shape.closed)
+        remaining = cost_to_go(left, cached, table, shape.closed)
+        if fresh:
+            self.ledger.open(remaining)
+        alone = shape.alone(table)
+        plain = alone if shape.decodes else shape.cost(table, [0] * len(shape))
+        step = Decision(shape, rows, values[: len(shape)], remaining, plain, alone)
+        step.fixed, step.slopes = self.costs.nodes(step)
+        step.prices = [slope / value for slope, value in zip(step.slopes, values, strict=False)]
+        if self._has_costly:
+            self._consider_costly(step)
+        return step
+
+    def _consider_costly(self, step: Decision) -> None:
+        """Decide whether the costly source may propose in this step or soon; if not, it needs no hidden states. It is
+        kept ready if it would surely pay at the pace of plain steps."""
+        line, worth = self.costs.extensions.line, max(sum(step.values), step.plain)
+        cost, pays = line.at(1), self._costly_gains.expected(0) * max(step.values) > line.at(1)
+        lacks = self.ledger.lacks_costly(0.0, cost, trial=not pays)
+        step.trusted = self._costly_gains.expected(0, doubt=-DOUBT) * worth > line.at(len(step.shape))
+        step.costly = step.trusted or lacks <= 0
+        step.reserved = cost + RESERVE if pays and cost <= self.ledger.costly else 0.0
+        if not step.costly:
+            step.lacks = lacks
+
+    def choose_rows(self, step: Decision, known: Sequence[int | None]) -> list[int]:
+        """Choose the rows that propose trees, by the length of each row's known suffix, None if unknown."""
+        step.known, step.classes = known, list(map(self._class, known))
+        rows, trial, lacks = self._proposers(step, step.classes)
+        step.proposing, step.trial = {row: step.classes[row] for row in rows}, bool(rows) and trial
+        step.lacks = min(step.lacks, lacks)
         return rows
 
-    def _least_scored(self, step: Decision, rows: Sequence[int], slopes: Sequence[float], doubt: float) -> float:
-        """Return the slack that a proposal leaves for its nodes: the cost of one per row that is expected to have some
-        that pay. With none left, the proposal itself would be lost, again and again."""
-        prices = {row: slopes[row] / float(step.values[row]) for row in rows}
-        return sum(slopes[row] for row, price in prices.items() if self._gains.nodes(step.kinds[row], price, doubt))
+    def _class(self, known: int | None) -> int:
+        return self._gains.kind(SUFFIXES[0] if known is None else known)
 
-    def kinds(self, promises: Sequence[int | None]) -> list[int]:
-        """Return the classes of the rows' promises."""
-        return [self._gains.kind(SUFFIXES[0] if promise is None else promise) for promise in promises]
+    def _proposers(self, step: Decision, classes: Sequence[int]) -> tuple[list[int], bool, float]:
+        """Return the rows that propose trees if they are of these classes, whether as a trial, and the slack that was
+        missing for others."""
+        line, gains = self.costs.proposals.line, self._gains
+        able = [row for row, budget in enumerate(step.shape.budgets) if budget > 0]
 
-    def patience(self, step: Decision) -> int:
-        """Return for how many steps a decision to draft nothing holds, unless a row promises more: until the slack has
-        grown by what it lacked."""
-        if not (step.rests and step.kinds and step.shape.decodes) or step.shape.undrafted_left:
-            return 0
-        return int(min(step.lacks / (SHARE * step.plain), REST_STEPS))
+        def net(row: int, doubt: float) -> float:
+            return step.values[row] * gains.expected(classes[row], step.prices[row], doubt) - line.each
 
-    def _affords_hopeless(self, cost: float) -> bool:
-        return self.ledger.affords(cost + RESERVE, trial=True)
+        def lacks(rows: Sequence[int], doubt: float) -> float:
+            """Include a node of each row that has some that pay: without, the proposal itself would be lost, again and
+            again."""
+            nodes = sum([step.slopes[row] for row in rows if gains.nodes(classes[row], step.prices[row], doubt)])
+            return self.ledger.lacks(line.at(len(rows)) + max(step.fixed, 0.0) + nodes + step.reserved, doubt > 0)
+
+        rows, trial, lacking = _paying(able, net, line.start + step.fixed, lacks)
+        if not rows and (hopeless := [row for row in able if classes[row] or line.at(1) < CHEAP]):
+            missing = self.ledger.lacks(line.at(len(hopeless)) + step.reserved + RESERVE, trial=True)
+            rows, trial, lacking = (hopeless if missing <= 0 else []), True, min(lacking, missing)
+        return rows, trial, lacking
 
     def limits(self, step: Decision) -> list[tuple[int, float]]:
         """Return the maximum nodes of each row's tree, and the minimum stated probability at which one can pay."""
-        left = self._left(step)
-        _, slopes = self.costs.nodes(step)
-        nodes = max(1, int(left / max(min(slopes), 1e-9))) if left > 0 else 1
+        nodes = max(1, int(self._left(step) / max(min(step.slopes), 1e-9)))
         return [
-            (min(budget, nodes), PRICE_MARGIN * min(slope / value, 1.0))
-            for budget, slope, value in zip(step.shape.budgets, slopes, step.values.tolist(), strict=True)
+            (min(budget, nodes), PRICE_MARGIN * min(price, 1.0))
+            for budget, price in zip(step.shape.budgets, step.prices, strict=True)
         ]
 
     def _left(self, step: Decision) -> float:
-        slack = min(self.ledger.slack, self.ledger.trials) if step.trial else self.ledger.slack
-        return slack - self.costs.proposed(step)
+        """Return the slack left after the step's proposals."""
+        return self.ledger.available(step.trial) - self.costs.proposed(step)
 
-    def deepen(self, step: Decision, trees: Mapping[int, DraftTree]) -> list[int]:
+    def choose_extensions(self, step: Decision, trees: Mapping[int, DraftTree]) -> list[int]:
         """Choose the rows, among these with their trees, that a costly source drafts for."""
-        line, spent = self.costs.deepening, self.costs.proposed(step)
-        kinds = {
-            row: self._deeper_gains.kind(tree.expected) for row, tree in trees.items() if step.shape.budgets[row] > 0
-        }
-        for doubt in (0.0, DOUBT):
-            worth = {
-                row: self._deeper_gains.expected(kind, 0.0, doubt) * float(step.values[row]) - line.each
-                for row, kind in kinds.items()
-            }
-            rows = [row for row, net in worth.items() if net > 0]
-            pays = bool(rows) and sum(worth[row] for row in rows) > line.start
-            if pays and self.ledger.lacks_costly(spent, line.at(len(rows)), doubt > 0) <= 0:
-                break
-        else:
-            rows = list(kinds)
-            lacks = self.ledger.lacks_costly(spent, line.at(len(rows)), trial=True) if rows else math.inf
-            if lacks > 0:
-                step.lacks = min(step.lacks, lacks)
-                return []
-        step.deeper = {row: (kinds[row], trees[row]) for row in rows}
-        step.deeper_trial = not pays or doubt > 0
-        step.trial |= not step.asked and step.deeper_trial
+        line, spent, gains = self.costs.extensions.line, self.costs.proposed(step), self._costly_gains
+        kinds = {row: gains.kind(tree.expected) for row, tree in trees.items() if step.shape.budgets[row] > 0}
+
+        def net(row: int, doubt: float) -> float:
+            return step.values[row] * gains.expected(kinds[row], 0.0, doubt) - line.each
+
+        def lacks(rows: Sequence[int], doubt: float) -> float:
+            return self.ledger.lacks_costly(spent, line.at(len(rows)), doubt > 0)
+
+        rows, step.costly_trial, _ = _paying(list(kinds), net, line.start, lacks)
+        if not rows and kinds:
+            missing = lacks(list(kinds), DOUBT)
+            rows, step.lacks = (list(kinds) if missing <= 0 else []), min(step.lacks, missing)
+        step.extended = {row: (kinds[row], trees[row]) for row in rows}
+        step.trial |= bool(rows) and not step.proposing and step.costly_trial
         return rows
 
     def prune(self, step: Decision, trees: Sequence[DraftTree]) -> list[DraftTree]:
         """Return the part of each row's tree that is worth scoring."""
         step.trees = trees
-        if step.deeper:
-            before = [step.deeper[row][1] if row in step.deeper else tree for row, tree in enumerate(trees)]
+        if step.extended:
+            before = [step.extended[row][1] if row in step.extended else tree for row, tree in enumerate(trees)]
             step.worth_it = self._pruned(step, before, math.inf), self._pruned(step, trees, math.inf)
         step.pruned = self._pruned(step, trees, max(self._left(step), 0.0))
         return step.pruned.trees
@@ -209,109 +187,133 @@ class Choice:
         fixed = (correction.start - 1.0) * step.alone
         return self._pruner.prune(step.shape, trees, step.values, self.costs.table, fixed, correction.each, slack)
 
-    def chain_length(
-        self, step: Decision, rates: Sequence[AcceptanceRate], most: int, stops_early: bool
-    ) -> tuple[int, list[float]]:
-        """Choose the draft length of chains, of at most ``most`` tokens, after the step's tree was pruned.
-
-        Returns:
-            The length, 0 if the tree or nothing is better; and by row, the probability of full acceptance at which a
-            further token is not worth its cost.
-        """
-        shape, pruned = step.shape, step.pruned
+    def chain_length(self, step: Decision, most: int, stops_early: bool) -> tuple[int, list[float]]:
+        """Choose the draft length of chains, of at most ``most`` tokens, after the step's tree was pruned. Returns 0 if
+        the tree or nothing is better; and by row, the probability of full acceptance at which another token does not
+        pay."""
+        shape, pruned, table, values = step.shape, step.pruned, self.costs.table, np.array(step.values)
         tree = 0.0 if pruned is None or not pruned.nodes else pruned.worth - self.costs.scored(step, pruned.added)
-        draft, lengths = self.costs.draft_line(shape.cached), np.arange(1, most + 1)
+        draft, lengths, rows = self.costs.draft_line(shape.cached), np.arange(1, most + 1), len(shape)
         scored = np.array(
-            [self.costs.scored(step, shape.added(self.costs.table, length)) for length in lengths.tolist()]
+            [self.costs.scored(step, shape.cost(table, [length] * rows) - step.plain) for length in lengths.tolist()]
         )
-        extra = draft.start + draft.each * lengths + scored
-        longest = max(rate.longest for rate in rates)
+        extra, spent = draft.start + draft.each * lengths + scored, self.costs.proposed(step)
+        longest = max(row.rate.longest for row in step.rows)
         allowed = lengths <= max(longest, CHEAP * step.alone / max(draft.each, 1e-9))
-        spent = self.costs.proposed(step)
+        least = ((draft.each + (float(scored[-1]) - float(scored[0])) / max(most - 1, 1)) / rows / values).tolist()
         for doubt in (0.0, DOUBT):
-            slack = self.ledger.slack if not doubt else min(self.ledger.slack, self.ledger.trials)
-            powers = np.array([rate.rate(doubt) for rate in rates])[:, None] ** lengths
-            affordable = allowed & (extra <= slack - spent)
-            net = np.where(affordable, step.values @ powers.cumsum(1) - extra, -np.inf)
+            powers = np.array([row.rate.rate(doubt) for row in step.rows])[:, None] ** lengths
+            affordable = allowed & (extra <= self.ledger.available(doubt > 0) - spent)
+            net = np.where(affordable, values @ powers.cumsum(1) - extra, -np.inf)
             best = int(net.argmax())
             if net[best] > max(tree, 0.0):
                 step.chain = int(np.flatnonzero(affordable)[-1]) + 1 if stops_early and not doubt else best + 1
-                step.trial, step.passes = doubt > 0, self.draft.cost(shape.cached, self.costs.table)
-                each = draft.each + (float(scored[-1]) - float(scored[0])) / max(most - 1, 1)
-                return step.chain, (each / len(shape) / step.values).tolist()
-        if not tree and self._affords_hopeless(float(extra[0]) + spent):
-            step.chain, step.trial, step.passes = 1, True, self.draft.cost(shape.cached, self.costs.table)
-            return 1, [0.0] * len(shape)
-        return 0, []
+                step.trial = doubt > 0
+                break
+        else:
+            if tree or self.ledger.lacks(float(extra[0]) + spent + RESERVE, trial=True) > 0:
+                return 0, []
+            step.chain, step.trial, least = 1, True, [0.0] * rows
+        step.passes = self.draft.cost(shape.cached, table)
+        return step.chain, least
+
+    def plain_steps(self, step: Decision, most: float) -> PlainSteps | None:
+        """Return how many steps, at most ``most``, a decision to draft nothing holds: until the slack has grown by what
+        it lacked, or a row promises enough. None if the next step must decide again."""
+        if not (step.plain_step and step.classes and step.shape.decodes) or step.shape.undrafted_left:
+            return None
+        income = SHARE * step.plain
+        steps = int(min(step.lacks / income, PLAIN_STEPS, most))
+        if steps <= 0:
+            return None
+        plain = PlainSteps(step, steps)
+        for kind, suffix in enumerate(SUFFIXES, 1):
+            if None not in step.known and kind > min(step.classes):
+                rows, _, lacks = self._proposers(step, [max(own, kind) for own in step.classes])
+                if rows or lacks < steps * income:
+                    plain.suffix = suffix
+                    self.promises_more(plain, step.known)
+                    break
+        return plain
+
+    def promises_more(self, plain: PlainSteps, known: Sequence[int | None]) -> bool:
+        """Return whether a row's known suffix has become long enough to end a decision to draft nothing, else note in
+        how many steps it may be."""
+        rows = zip(known, plain.decision.classes, strict=True)
+        missing = [
+            max(plain.suffix, SUFFIXES[kind]) - max(each or 0, SUFFIXES[0] - 1)
+            for each, kind in rows
+            if kind < len(SUFFIXES)
+        ]
+        plain.unchecked = min(missing, default=math.inf) - 1
+        return plain.unchecked < 0
 
     # learning
 
-    def learn(
-        self,
-        step: Decision,
-        outcomes: Sequence[Outcome | None],
-        rates: Sequence[AcceptanceRate],
-        passed: float,
-        taught: float,
-    ) -> list[int]:
-        """Update from a step, and book it. Returns the tokens that each row got. ``rates``: acceptance rates of the
-        rows' chains, ``passed``: seconds of the pass and verifying, ``taught``: of updating the sources."""
+    def learn(self, step: Decision, outcomes: Sequence[Outcome | None], passed: float, taught: float) -> None:
+        """Update from a step, and book it. ``passed``: seconds of the pass and verifying, ``taught``: of updating the
+        sources."""
         tokens = [1 if outcome is None else len(outcome.verdict.tokens) for outcome in outcomes]
-        if not step.rests:
-            self._judge(step, outcomes, rates)
-        cost = self.costs.learn(step, outcomes, step.planning + taught, passed)
-        shape = step.shape
-        after = [max(left - got, 0) for left, got in zip(shape.left, tokens, strict=True)]
-        waiting = [max(left - 1, 0) for left in shape.undrafted_left]
+        for row, got in zip(step.rows, tokens, strict=True):
+            row.record(got)
+        added = 0.0 if step.plain_step else self._judge(step, outcomes)
+        cost, shape = self.costs.learn(step, outcomes, step.planning + taught, passed), step.shape
+        left = [max(before - got, 0) for before, got in zip(shape.left, tokens, strict=True)]
+        left += [max(before - 1, 0) for before in shape.undrafted_left]
         cached = shape.cached + shape.undrafted_cached
-        progress = step.cost_to_go - self._values.cost_to_go(after + waiting, cached, self.costs.table, shape.closed)
-        if step.rests:
-            self.ledger.rest(cost, progress)
+        progress = step.cost_to_go - cost_to_go(left, cached, self.costs.table, shape.closed)
+        stretch = 1.0 + cost if step.plain_step else cost / step.alone
+        if step.plain_step:
+            self.ledger.book_plain(cost, progress)
         else:
-            costly = max(step.deepening / self.costs.unit - step.added, 0.0) if step.deeper and self.costs.unit else 0.0
-            self.ledger.book(cost, progress, step.trial, costly, not step.deeper_trial)
-        self._stretch += RECENT * ((1.0 + cost if step.rests else cost / step.alone) - self._stretch)
-        self._tokens = MEMORY * self._tokens + (sum(tokens) + len(waiting)) / shape.waiting
-        self._spent = MEMORY * self._spent + (1.0 if step.rests else cost / step.alone)
-        return tokens
+            costly = max(step.extension / (self.costs.unit or math.inf) - added, 0.0)
+            self.ledger.book(cost, progress, step.trial, costly, not step.costly_trial)
+        self._stretch += RECENT * (stretch - self._stretch)
+        self._tokens = MEMORY * self._tokens + (sum(tokens) + len(shape.undrafted_left)) / shape.waiting
+        self._spent = MEMORY * self._spent + (1.0 if step.plain_step else stretch)
 
-    def rested(self, step: Decision, steps: int, deciding: float, passed: float) -> None:
-        """Update from ``steps`` steps for which a decision to draft nothing held, and book them. ``deciding``: seconds
-        of checking that it holds; ``passed``: of the passes."""
-        self.costs.rested(step, steps, passed)
-        cost, kept, fade = deciding / (self.costs.unit or 1.0), (1.0 - RECENT) ** steps, MEMORY**steps
-        self.ledger.rest(cost, steps * step.plain)
-        stretch, share = 1.0 + cost / steps, (1.0 - fade) / (1.0 - MEMORY)
-        self._stretch = stretch + kept * (self._stretch - stretch)
+    def learn_plain(self, plain: PlainSteps) -> None:
+        """Update from the steps for which a decision to draft nothing held, and book them."""
+        if not (steps := plain.steps):
+            return
+        step, cost = plain.decision, plain.deciding / (self.costs.unit or math.inf)
+        self.costs.learn_plain(step.plain, plain.passed / steps)
+        self.ledger.book_plain(cost, steps * step.plain)
+        for row in step.rows:
+            row.record(1.0, steps)
+        stretch, fade = 1.0 + cost / steps, MEMORY**steps
+        self._stretch = stretch + (1.0 - RECENT) ** steps * (self._stretch - stretch)
+        share = (1.0 - fade) / (1.0 - MEMORY)
         self._tokens, self._spent = fade * self._tokens + share, fade * self._spent + share
 
-    def _judge(self, step: Decision, outcomes: Sequence[Outcome | None], rates: Sequence[AcceptanceRate]) -> None:
-        """Record which of the step's drafts were correct, scored or not."""
+    def _judge(self, step: Decision, outcomes: Sequence[Outcome | None]) -> float:
+        """Record which drafts were correct, scored or not. Returns what the costly source's were worth."""
+        judged, total = list[tuple[int, Outcome, bool]](), 0.0
         for row, outcome in enumerate(outcomes):
             if outcome is None:
                 continue
-            accepted = len(outcome.verdict.path)
             if step.chain and (drafted := len(outcome.tree)):
-                rates[row].record(accepted, drafted)
-                self.chains.record(accepted, drafted)
-            if row not in step.asked and row not in step.deeper:
+                step.rows[row].rate.record(len(outcome.verdict.path), drafted)
+                self.chains.record(len(outcome.verdict.path), drafted)
+            if row not in step.proposing and row not in step.extended:
                 continue
             drawn = step.trees[row].q is not None
             if step.chain and drawn:
                 continue
-            self._pruner.note(row, outcome, drawn)
-            if row in step.deeper:
-                kind, before = step.deeper[row]
-                added = self._added_by_deeper(step, row, outcome)
-                self._deeper_gains.record(kind, added)
-                step.added += added * float(step.values[row])
-                if row in step.asked:
-                    self._gains.record(step.asked[row], before.matches(outcome.verdict.tokens))
-        for row, right in self._pruner.learn():
-            if row in step.asked and row not in step.deeper:
-                self._gains.record(step.asked[row], right)
+            judged.append((row, outcome, drawn))
+            if row in step.extended:
+                kind, before = step.extended[row]
+                added = self._added(step, row, outcome)
+                self._costly_gains.record(kind, added)
+                total += added * step.values[row]
+                if row in step.proposing:
+                    self._gains.record(step.proposing[row], before.matches(outcome.verdict.tokens))
+        for row, right in self._pruner.learn(judged).items():
+            if row in step.proposing and row not in step.extended:
+                self._gains.record(step.proposing[row], right)
+        return total
 
-    def _added_by_deeper(self, step: Decision, row: int, outcome: Outcome) -> float:
+    def _added(self, step: Decision, row: int, outcome: Outcome) -> float:
         """Return the tokens that a costly source added to a row, minus the cost of its nodes, by what was worth scoring
         with it and without it, scored or not. A chain with ``q`` counts as far as it was accepted."""
         assert step.worth_it is not None
@@ -319,11 +321,31 @@ class Choice:
         costs = [self.costs.scored(step, each.added) if each.nodes else 0.0 for each in step.worth_it]
         if step.trees[row].q is not None:
             right[1] = len(outcome.verdict.path)
-        return right[1] - right[0] - (costs[1] - costs[0]) / len(step.deeper) / float(step.values[row])
+        return right[1] - right[0] - (costs[1] - costs[0]) / len(step.extended) / step.values[row]
 
 
-def warm_up() -> None:
-    """Compile the code of decisions, or load it from the cache."""
-    node_table.warm_up()
-    time_model.warm_up()
-    ledger.warm_up()
+def _paying(
+    rows: Sequence[int],
+    net: Callable[[int, float], float],
+    start: float,
+    lacks: Callable[[Sequence[int], float], float],
+) -> tuple[list[int], bool, float]:
+    """Choose the rows whose drafts pay together: as expected, or else with doubt, as a trial.
+
+    Args:
+        net: returns the net worth of a row's draft, given the doubt; together they must be worth more than ``start``.
+        lacks: returns the slack missing for some rows, given the doubt.
+
+    Returns:
+        The rows, none if none pay or the slack does not cover them; whether it is a trial; and the slack missing.
+    """
+    lacking = math.inf
+    for doubt in (0.0, DOUBT):
+        worth = {row: net(row, doubt) for row in rows}
+        chosen = [row for row in rows if worth[row] > 0]
+        if chosen and sum([worth[row] for row in chosen]) > start:
+            missing = lacks(chosen, doubt)
+            if missing <= 0:
+                return chosen, doubt > 0, 0.0
+            lacking = min(lacking, missing)
+    return [], True, lacking

@@ -5,10 +5,9 @@ A pass over n tokens, of which row r has n_r and attends to L_r cached ones, cos
     curve(n) + per_row * (rows - 1) + sum(L_r * cached_curve(n_r))
 
 in units of a pass over one token with an empty cache. Both curves are piecewise linear between a few measured sizes: on
-a CPU the second token turns matrix-vector into matrix products and costs as much as the next eight, and the slope grows
-where arithmetic begins to dominate memory. A row's cache is read once but scored against each of its tokens: after a
-long prompt, a few more tokens can cost as much as the whole pass. The Lookahead paper has one constant instead, the
-critical decoding length (section 3.4), at which the extra tokens cost as much as the pass.
+a CPU the second token turns matrix-vector into matrix products and costs as much as the next eight. A row's cache is
+scored against each of its tokens: after a long prompt, a few more can cost as much as the whole pass. The Lookahead
+paper has one constant instead, the critical decoding length (section 3.4).
 """
 
 from __future__ import annotations
@@ -101,18 +100,29 @@ class CostTable:
 
     def __init__(self, costs: CostCurve) -> None:
         self.costs = costs
-        self._know(128)
+        self._extend(128)
 
-    def _know(self, count: int) -> None:
-        """Compute both curves for 0 to ``count`` - 1 tokens."""
-        self._known, self._known_cached = self.costs.passes(np.arange(count)), self.costs.cached(np.arange(count))
-        self._passes, self._looks = self._known.tolist(), self._known_cached.tolist()  # as lists, for single look-ups
+    def _extend(self, count: int) -> None:
+        self._passes, self._cached = self.costs.passes(np.arange(count)), self.costs.cached(np.arange(count))
+        self._pass_list, self._cached_list = self._passes.tolist(), self._cached.tolist()  # for single look-ups
 
     def curves(self, count: int) -> tuple[FloatArray, FloatArray]:
         """Return costs of passes over 0 to at least ``count`` - 1 tokens with empty caches, and per cached token."""
-        if len(self._known) < count:
-            self._know(2 * count)
-        return self._known, self._known_cached
+        if len(self._passes) < count:
+            self._extend(2 * count)
+        return self._passes, self._cached
+
+    def decoding(self, rows: int, cached: int) -> float:
+        """Return the cost of a pass over one token of each row; ``cached``: their cached tokens in all."""
+        self.curves(rows + 1)
+        return float(self._pass_list[rows] + self.costs.per_row * (rows - 1) + self._cached_list[1] * cached)
+
+    def cost(self, tokens: Sequence[int], cached: Sequence[int], beside: int = 0) -> float:
+        """Return the cost of a pass as by ``CostCurve.of``, with ``beside`` tokens of other rows' prompts."""
+        count = sum(tokens) + beside
+        self.curves(count + 1)
+        looking = sum([self._cached_list[n] * length for n, length in zip(tokens, cached, strict=True)])
+        return float(self._pass_list[count] + self.costs.per_row * (len(tokens) - 1) + looking)
 
     def prefill(self, tokens: int) -> float:
         """Return the cost of a prompt's prefill, in passes over ``PREFILL_PASS`` tokens."""
@@ -120,21 +130,6 @@ class CostTable:
         full, looks = self.costs.passes(PREFILL_PASS), self.costs.cached(PREFILL_PASS)
         looking = float(looks) * PREFILL_PASS * passes * (passes - 1) / 2
         return float(full) * passes + looking + (self.cost([rest], [tokens - rest]) if rest else 0.0)
-
-    def cost(
-        self, tokens: Sequence[int], cached: Sequence[int], beside: int = 0, undrafted: Sequence[int] = ()
-    ) -> float:
-        """Return the cost of a pass as by ``CostCurve.of``, with other rows: ``beside`` tokens of prompts, and rows
-        that decode without drafts, with ``undrafted`` cached tokens each."""
-        count = sum(tokens) + beside
-        self.curves(count + 1)
-        looks = self._looks
-        if count == len(tokens):
-            looking = looks[1] * sum(cached)
-        else:
-            looking = sum(looks[n] * length for n, length in zip(tokens, cached, strict=True))
-            looking += looks[1] * sum(undrafted)
-        return float(self._passes[count] + self.costs.per_row * (len(tokens) + len(undrafted) - 1) + looking)
 
 
 def _never_fall(values: Sequence[float]) -> bool:

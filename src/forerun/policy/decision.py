@@ -1,97 +1,89 @@
-"""A step's decision, and the first guess of what chains cost."""
+"""A step's decision, with what it cost."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from forerun.core.tree import DraftTree
-from forerun.policy.cost_curve import CostTable, FloatArray
+from forerun.policy.gains import RowGains
 from forerun.policy.pass_shape import PassShape
 from forerun.policy.tree_pruning import PrunedTrees
 
 
-@dataclass(frozen=True)
-class DraftPasses:
-    """First guess of the cost of a pass that drafts a token of a chain, in plain passes.
-
-    Attributes:
-        reads: how many of a row's cached tokens it reads.
-        weight: its cost relative to the target's pass over that many cached tokens.
-        small: costs of a small model that drafts directly for requests of at most ``alone`` cached tokens; its pass
-            over one token costs ``share``, and it reads at most ``window`` cached tokens.
-    """
-
-    reads: Callable[[int], int] = lambda cached: cached
-    weight: float = 1.0
-    small: CostTable | None = None
-    share: float = 1.0
-    window: int = 0
-    alone: int = 0
-
-    def are_alone(self, cached: Sequence[int]) -> bool:
-        """Return whether the small model drafts directly."""
-        return self.small is not None and max(cached) <= self.alone
-
-    def cost(self, cached: Sequence[int], table: CostTable) -> float:
-        """Return the cost of a pass over one token of each row; ``table``: the target's costs."""
-        if self.small is not None and self.are_alone(cached):
-            return self.share * self.small.cost([1] * len(cached), [min(each, self.window) for each in cached])
-        return self.weight * table.cost([1] * len(cached), list(map(self.reads, cached)))
-
-    def reading(self, tokens: int) -> float:
-        """Return the cost of the small model's prefill of ``tokens`` tokens."""
-        return 0.0 if self.small is None else self.share * self.small.cost([min(tokens, self.window)], [0])
-
-
 @dataclass(slots=True)
 class Decision:
-    """The decision for a step under way, with what it cost. Costs and worths are in plain passes.
+    """What a step under way drafts. Costs and worths are in plain passes, times in seconds.
 
     Attributes:
-        values: worth of a token, by row.
+        rows, values: what drafts recently gained, and the worth of a token, by row that may have a draft.
         cost_to_go: of all waiting rows.
         plain, alone: cost of the pass without drafts, and without prompts either.
-        kinds: class of each row's predicted gain.
+        fixed, slopes: cost of having nodes at all, and of a node of each row; ``prices``: of that node, in tokens.
+        known, classes: length of each row's known suffix, None if unknown; and its class.
         lacks: slack missing for the cheapest action that was rejected for lack of it.
         costly: whether the costly source may propose now or soon; ``trusted``: whether its drafts surely pay;
             ``reserved``: slack that cheap sources leave to it.
-        asked: by proposing row, the class of its prediction.
-        deeper: by row of the costly source, the class of its prediction, and the tree before.
+        proposing: the class of each row for which the cheap source proposes a tree.
+        extended: by row of the costly source, the class of the tree that it extends, and that tree.
         worth_it: what is worth scoring without and with the costly source, under unlimited slack.
         chain: draft length of chains scored instead of trees; ``passes``: guessed cost of one of their passes.
-        trial, deeper_trial: whether the drafts, or those of the costly source, are not expected to pay.
-        added: worth of what the costly source added.
-        planning: seconds of deciding and of the sources; ``asking``, ``deepening``, ``drafting``: of these.
+        trial, costly_trial: whether the drafts, or those of the costly source, are not expected to pay.
+        planning: time of the decision and proposals: the cheap source's (``proposal``), the costly one's
+            (``extension``), and the chains' (``drafting``).
     """
 
     shape: PassShape
-    values: FloatArray
+    rows: Sequence[RowGains]
+    values: list[float]
     cost_to_go: float
     plain: float
     alone: float
-    kinds: list[int] = field(default_factory=list)
+    fixed: float = 0.0
+    slopes: list[float] = field(default_factory=list)
+    prices: list[float] = field(default_factory=list)
+    known: Sequence[int | None] = ()
+    classes: list[int] = field(default_factory=list)
     lacks: float = math.inf
     costly: bool = False
     trusted: bool = False
     reserved: float = 0.0
-    asked: dict[int, int] = field(default_factory=dict)
-    deeper: dict[int, tuple[int, DraftTree]] = field(default_factory=dict)
+    proposing: dict[int, int] = field(default_factory=dict)
+    extended: dict[int, tuple[int, DraftTree]] = field(default_factory=dict)
     trees: Sequence[DraftTree] = ()
     worth_it: tuple[PrunedTrees, PrunedTrees] | None = None
     pruned: PrunedTrees | None = None
     chain: int = 0
     passes: float = 0.0
     trial: bool = False
-    deeper_trial: bool = False
-    added: float = 0.0
+    costly_trial: bool = False
     planning: float = 0.0
-    asking: float = 0.0
-    deepening: float = 0.0
+    proposal: float = 0.0
+    extension: float = 0.0
     drafting: float = 0.0
 
     @property
-    def rests(self) -> bool:
+    def plain_step(self) -> bool:
         """Whether the step drafts nothing."""
-        return not self.asked and not self.deeper and not self.chain
+        return not self.proposing and not self.extended and not self.chain
+
+
+@dataclass(slots=True)
+class PlainSteps:
+    """Steps that draft nothing by an earlier decision.
+
+    Attributes:
+        left, steps: for how many more steps the decision holds, and for how many it held so far.
+        suffix: length of the known suffix at which a row of a lower class would propose a tree; infinite if none would.
+        unchecked: steps in which no suffix can become that long, as it grows by a token per step.
+        deciding, passed: seconds of checking, and of the passes.
+    """
+
+    decision: Decision
+    left: int
+    suffix: float = math.inf
+    unchecked: float = math.inf
+    steps: int = 0
+    deciding: float = 0.0
+    passed: float = 0.0

@@ -11,27 +11,27 @@ from forerun.policy.calibration import FIRST_GUESS, MEMORY, STATEMENT_WEIGHT
 SUFFIXES = (3, 8, 32)
 """Lengths of the known suffix that separate classes, in tokens: a copy may begin, a copy, a long one."""
 SUFFIX_GAINS = (0.25, 1.0, 4.0, 8.0)
-"""Accepted tokens assumed of a tree in each class before the first, cautiously. Measured alone: 0.5, 2.8, 11 and 15
-with the bundled model; 0.2 to 0.5, 1 to 2.3 and 6 to 8 with SmolLM2."""
+"""Accepted tokens assumed of a tree in each class before the first. Measured: 0.5, 2.8, 11 and 15 with the bundled
+model; 0.2 to 0.5, 1 to 2.3 and 6 to 8 with SmolLM2."""
 EXPECTED_NODES = (0.5, 1.5)
 """Expected accepted nodes of a tree that separate classes."""
-DEEPER_GAINS = (1.0, 0.75, 0.5)
+COSTLY_GAINS = (1.0, 0.75, 0.5)
 """Tokens that a small model or head is assumed to add to such a tree before the first: enough for a trial."""
-PRIOR_TREES, DEEPER_PRIOR_TREES = 20, 4
+PRIOR_TREES, COSTLY_PRIOR_TREES = 20, 4
 """Trees that the prior counts for: of a trie; and of a head or small model, whose draft costs a hundred times as much.
-On the simulated clock, a head that is never accepted costs 5 to 6 % of 600 tokens with 20, and 4 to 5 % with 4."""
+A head that is never accepted costs 5 to 6 % of 600 tokens with 20, and 4 to 5 % with 4 (simulated)."""
 RECENT_TREES = 100
 """Number of recent trees that count."""
-TREE_SPREAD, DEEPER_SPREAD = 3.0, 1.0
-"""Standard deviation of a tree's gain over its mean, so knowing the mean needs that many trees; and minimum standard
-deviation of what a costly source adds, in tokens, as one that added nothing to a few trees may still be good."""
+TREE_SPREAD, COSTLY_SPREAD = 3.0, 1.0
+"""Standard deviation of a tree's gain over its mean; and minimum standard deviation of what a costly source adds, in
+tokens, as one that added nothing to a few trees may still be good."""
 
 
 class Gains:
     """Mean accepted tokens of a source's drafts, by class of what they promised.
 
-    A tree of mean gain G is modelled as a chain with acceptance rate a = G / (1 + G): its n-th node is accepted with
-    probability a^n. This tells what remains of the gain when nodes cost something.
+    A tree of mean gain G counts as a chain with acceptance rate a = G / (1 + G), whose n-th node is accepted with
+    probability a^n: this tells what remains of the gain when nodes cost something.
 
     Args:
         limits: between classes of promises.
@@ -50,14 +50,13 @@ class Gains:
         return bisect(self._limits, promise)
 
     def expected(self, kind: int, price: float = 0.0, doubt: float = 0.0) -> float:
-        """Return the expected gain of a draft of this class in tokens, minus the cost of its nodes: ``price`` tokens
-        each. ``doubt`` standard deviations are added to the mean."""
+        """Return the expected gain of a draft in tokens, minus the cost of its nodes, ``price`` tokens each. ``doubt``
+        standard errors are added to the mean."""
         gain, nodes = self._mean(kind, doubt), self.nodes(kind, price, doubt)
         return gain if price <= 0.0 else gain * (1.0 - (gain / (1.0 + gain)) ** nodes) - nodes * price
 
     def nodes(self, kind: int, price: float, doubt: float = 0.0) -> int:
-        """Return how many nodes of a draft of this class are worth more than ``price`` tokens each; 0 if they cost
-        nothing."""
+        """Return how many nodes of a draft are worth more than ``price`` tokens each; 0 if they cost nothing."""
         gain = self._mean(kind, doubt)
         rate = gain / (1.0 + gain)
         return int(math.log(price) / math.log(rate)) if 0.0 < price < rate else 0
@@ -74,11 +73,8 @@ class Gains:
 
 @dataclass(slots=True)
 class AcceptanceRate:
-    """Acceptance rate of chains. Tokens after a rejected one are not tested; old counts fade.
-
-    ``longest`` limits the next chain to twice what was last accepted, or one token more: the rate of a few tokens says
-    little about long chains.
-    """
+    """Acceptance rate of chains; old counts fade. ``longest`` limits the next chain to twice what was last accepted, or
+    one token more: the rate of a few tokens says little about long chains."""
 
     tested: float = STATEMENT_WEIGHT
     accepted: float = STATEMENT_WEIGHT * FIRST_GUESS
@@ -89,7 +85,7 @@ class AcceptanceRate:
         return AcceptanceRate(STATEMENT_WEIGHT, STATEMENT_WEIGHT * self.rate(), self.longest)
 
     def rate(self, doubt: float = 0.0) -> float:
-        """Return the mean plus ``doubt`` standard deviations."""
+        """Return the mean plus ``doubt`` standard errors."""
         mean = self.accepted / self.tested
         if not doubt:
             return mean
@@ -100,3 +96,19 @@ class AcceptanceRate:
         self.tested = self.tested * fade + accepted + (accepted < drafted)
         self.accepted = self.accepted * fade + accepted
         self.longest = max(2.0 * accepted, self.longest + 1 if accepted == drafted else self.longest / 2, 1.0)
+
+
+ROW_WEIGHT = 0.2
+"""Weight of the last step in a row's recent tokens per step: averages over a handful of steps."""
+
+
+@dataclass
+class RowGains:
+    """What a row recently gained: the acceptance rate of its chains, and its tokens per step."""
+
+    rate: AcceptanceRate
+    tokens: float = 1.0
+
+    def record(self, tokens: float, steps: int = 1) -> None:
+        """Record steps of this many tokens each."""
+        self.tokens = tokens + (1.0 - ROW_WEIGHT) ** steps * (self.tokens - tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from forerun.policy.cost_curve import CostTable
@@ -14,7 +15,7 @@ class PassShape:
     Attributes:
         left, cached: tokens still to generate, and cached tokens.
         pending: committed tokens that the pass scores; 1 for a row that only decodes.
-        budgets, depths: maximum nodes and depth of the draft.
+        budgets: maximum nodes of the draft; its depth is at most ``left`` - 1.
         beside: tokens of other rows' prompts.
         undrafted_left, undrafted_cached: of rows that decode without a draft.
         closed: whether no new rows replace finished ones, as they do in a server.
@@ -26,7 +27,6 @@ class PassShape:
     cached: list[int]
     pending: list[int]
     budgets: list[int]
-    depths: list[int]
     beside: int = 0
     undrafted_left: list[int] = field(default_factory=list)
     undrafted_cached: list[int] = field(default_factory=list)
@@ -43,23 +43,12 @@ class PassShape:
     def __len__(self) -> int:
         return len(self.left)
 
-    def plain(self, table: CostTable) -> float:
-        """Return the cost of the pass without drafts."""
-        return self.cost(self.pending, table)
-
-    def cost(self, tokens: list[int], table: CostTable) -> float:
-        """Return the cost of the pass with this many tokens of each row that may have a draft."""
-        return table.cost(tokens, self.cached, self.beside + len(self.undrafted_left), self.undrafted_cached)
-
     def alone(self, table: CostTable) -> float:
         """Return the cost of a pass that only decodes these rows."""
-        return table.cost([1] * self.waiting, [*self.cached, *self.undrafted_cached])
+        return table.decoding(self.waiting, sum(self.cached) + sum(self.undrafted_cached))
 
-    def added(self, table: CostTable, nodes: int) -> float:
-        """Return what ``nodes`` nodes per row that may have a draft add to the pass."""
-        rows, (passes, looks) = len(self.left), table.curves(self.tokens + len(self.left) * nodes + 1)
-        looking = sum(
-            cached * (looks[pending + nodes] - looks[pending])
-            for cached, pending in zip(self.cached, self.pending, strict=True)
-        )
-        return float(passes[self.tokens + rows * nodes] - passes[self.tokens] + looking)
+    def cost(self, table: CostTable, nodes: Sequence[int]) -> float:
+        """Return the cost of the pass with this many nodes of each row that may have a draft."""
+        tokens = [pending + count for pending, count in zip(self.pending, nodes, strict=True)]
+        others = [1] * len(self.undrafted_left)
+        return table.cost(tokens + others, self.cached + self.undrafted_cached, self.beside)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from forerun.core.verify import Outcome
 from forerun.policy.cost_curve import CostCurve, CostTable
-from forerun.policy.decision import Decision, DraftPasses
+from forerun.policy.decision import Decision
 from forerun.policy.ledger import SHARE
 from forerun.policy.time_model import (
     AS_THE_CURVE_SAYS,
@@ -21,33 +22,62 @@ from forerun.policy.time_model import (
     TimeModel,
 )
 
-FIRST_ASKING = 0.0002
-"""Seconds assumed for proposing a tree before the first measurement. Measured: 150 us, plus 20 us per further row."""
+FIRST_PROPOSAL = 0.0002
+"""First guess of proposing a tree, in seconds. Measured: 150 us, plus 20 us per further row."""
 FIRST_DECIDING = 5e-5
-"""Seconds assumed for deciding before the first measurement. Measured: 40 to 70 us."""
+"""First guess of deciding, in seconds. Measured: 40 to 70 us."""
+FIRST_EXTENSION = 0.3
+"""First guess of a costly source's draft for a row that was not measured at load, in plain passes: a small model's."""
 FURTHER_ROW = 0.13
 """What a further row adds, as a share."""
-FIRST_DEEPENING = 0.3
-"""Plain passes assumed for a row's draft by a costly source that was not measured before: a small model."""
 SLOPE_NODES = 8
 """Nodes over which the slope of the cost curve is taken."""
 PLAIN_STEPS_TO_MEASURE = 2
-"""Plain steps needed to measure one: drafting evicts what the next pass reads from the processor's caches, so only a
-plain step after another is measured."""
+"""Plain steps needed to measure one: drafting evicts the next pass's data from the processor's caches."""
+
+
+@dataclass(frozen=True)
+class DraftPasses:
+    """First guess of the cost of a pass that drafts a token of a chain, in plain passes.
+
+    Attributes:
+        reads: how many of a row's cached tokens it reads.
+        weight: its cost relative to the target's pass over that many cached tokens.
+        small: costs of a small model that drafts directly for requests of at most ``alone`` cached tokens; its pass
+            over one token costs ``share``, and it reads at most ``window`` of them.
+    """
+
+    reads: Callable[[int], int] = lambda cached: cached
+    weight: float = 1.0
+    small: CostTable | None = None
+    share: float = 1.0
+    window: int = 0
+    alone: int = 0
+
+    def are_alone(self, cached: Sequence[int]) -> bool:
+        """Return whether the small model drafts directly."""
+        return self.small is not None and max(cached) <= self.alone
+
+    def cost(self, cached: Sequence[int], table: CostTable) -> float:
+        """Return the cost of a pass over one token of each row; ``table``: the target's costs."""
+        if self.small is not None and self.are_alone(cached):
+            return self.share * self.small.decoding(len(cached), sum(min(each, self.window) for each in cached))
+        return self.weight * table.decoding(len(cached), sum(map(self.reads, cached)))
+
+    def prefill(self, tokens: int) -> float:
+        """Return the cost of the small model's prefill of ``tokens`` tokens."""
+        return 0.0 if self.small is None else self.share * self.small.cost([min(tokens, self.window)], [0])
 
 
 class StepCosts:
-    """Costs of passes, of proposing, deciding and drafting; ``costly``: returns the measured seconds of a costly
-    source's draft for one row, None if unknown."""
+    """Costs of passes, of proposing, deciding and drafting; see ``Choice`` for the arguments."""
 
     def __init__(self, costs: CostCurve, draft: DraftPasses, costly: Callable[[], float | None] | None) -> None:
         self.table, self.draft, self._costly = CostTable(costs), draft, costly
         self._loaded = costs.unit is not None
         self._passes = TimeModel(costs.unit or 1.0, LOADED_DOUBT if self._loaded else NOTHING_KNOWN, noise=STEP_NOISE)
-        self._asking: TimeModel | None = None
-        self._deepened: TimeModel | None = None
+        self._parts: dict[str, TimeModel] = {}
         self._drafting = {alone: TimeModel(1.0, GUESS_DOUBT, IN_PROPORTION) for alone in (False, True)}
-        self._deciding: TimeModel | None = None
         self._since, self._after_plain, self._plain_measured = 0, False, False
 
     @property
@@ -55,35 +85,31 @@ class StepCosts:
         """Seconds of a pass of cost 1 without drafts; None if unknown."""
         return self._passes.scale if self._loaded or self._passes.count else None
 
+    def _part(self, name: str, seconds: float | None, passes: float = 1e-9) -> TimeModel:
+        """Return the model of a part's cost by rows. Its first guess is ``seconds``, or ``passes`` while these or the
+        unit are unknown."""
+        if name in self._parts:
+            return self._parts[name]
+        unit = self.unit
+        guess = seconds / unit if seconds and unit else passes
+        model = TimeModel(guess, GUESS_DOUBT, LinearCost(1.0 - FURTHER_ROW, FURTHER_ROW))
+        if unit:
+            self._parts[name] = model
+        return model
+
     @property
-    def asking(self) -> LinearCost:
+    def proposals(self) -> TimeModel:
         """Cost of proposing trees, by rows."""
-        if self._asking is None:
-            if self.unit is None:
-                return LinearCost(0.0, 0.0)
-            self._asking = TimeModel(FIRST_ASKING / self.unit, GUESS_DOUBT, LinearCost(1.0 - FURTHER_ROW, FURTHER_ROW))
-        return self._asking.line
+        return self._part("proposals", FIRST_PROPOSAL)
 
     @property
-    def deepening(self) -> LinearCost:
+    def extensions(self) -> TimeModel:
         """Cost of a costly source's drafts, by rows."""
-        return self._deepening.line
-
-    @property
-    def _deepening(self) -> TimeModel:
-        """A guess until a plain pass is measured."""
-        if self._deepened is not None:
-            return self._deepened
-        seconds = None if self._costly is None else self._costly()
-        passes = FIRST_DEEPENING if seconds is None or not self.unit else seconds / self.unit
-        guess = TimeModel(passes, GUESS_DOUBT, LinearCost(1.0 - FURTHER_ROW, FURTHER_ROW))
-        if self.unit is not None:
-            self._deepened = guess
-        return guess
+        return self._part("extensions", self._costly() if self._costly else None, FIRST_EXTENSION)
 
     @property
     def correction(self) -> LinearCost:
-        """Correction of the curve for what drafts add, as shares of the cost of a pass without them."""
+        """Correction of what drafts add by the curve, as shares of a pass without them."""
         return self._passes.shape if self._plain_measured else AS_THE_CURVE_SAYS
 
     def nodes(self, step: Decision) -> tuple[float, list[float]]:
@@ -95,7 +121,7 @@ class StepCosts:
         jump = passes[shape.tokens + 1] - passes[shape.tokens] - slope
         look = max(float(looks[2 + SLOPE_NODES] - looks[2]) / SLOPE_NODES, 0.0)
         fixed = (correction.start - 1.0) * step.alone + correction.each * max(jump, 0.0)
-        return fixed, [correction.each * (float(slope) + look * cached) for cached in shape.cached]
+        return float(fixed), [correction.each * (float(slope) + look * cached) for cached in shape.cached]
 
     def scored(self, step: Decision, added: float) -> float:
         """Return the corrected cost of drafts that add ``added`` to the pass by the curve."""
@@ -110,13 +136,13 @@ class StepCosts:
 
     def proposed(self, step: Decision) -> float:
         """Return the cost of the step's proposals."""
-        asking = self.asking.at(len(step.asked)) if step.asked else 0.0
-        return asking + (self.deepening.at(len(step.deeper)) if step.deeper else 0.0)
+        cost = self.proposals.line.at(len(step.proposing)) if step.proposing else 0.0
+        return cost + (self.extensions.line.at(len(step.extended)) if step.extended else 0.0)
 
     def plain_step_due(self, gain: float) -> bool:
-        """Whether to measure a plain step now: none was measured yet and drafts gain little; it is in doubt whether
-        drafts pay; or another would cost less than ``SHARE`` of the time since the last. ``gain``: recent tokens in the
-        time of a plain step."""
+        """Whether to measure a plain step now: if none was measured and drafts gain little, if it is in doubt whether
+        they pay, or if it costs less than ``SHARE`` of the time since the last. ``gain``: recent tokens in the time of
+        a plain step."""
         if not self._plain_measured and (not self._loaded or self._after_plain):
             return gain <= PLAIN_STEPS_TO_MEASURE
         doubt = self._passes.doubt
@@ -125,61 +151,47 @@ class StepCosts:
         return self._since * SHARE > PLAIN_STEPS_TO_MEASURE * max(gain, 1.0)
 
     def learn(self, step: Decision, outcomes: Sequence[Outcome | None], beside: float, scoring: float) -> float:
-        """Record the seconds of a step's parts. Returns its cost in plain passes; for a step without drafts, only the
-        excess over a plain one."""
-        nodes = sum(len(outcome.tree) for outcome in outcomes if outcome is not None)
-        added = self._added(step, outcomes) if nodes else 0.0
-        credible = None
-        if step.shape.decodes and step.plain > 0:
-            credible = self._record_pass(step.plain, added, scoring, not nodes)
+        """Record the seconds of a step's pass (``scoring``) and of all else (``beside``). Returns its cost in plain
+        passes; for a step without drafts, only the excess over a plain one."""
+        sizes = [0 if outcome is None else len(outcome.tree) for outcome in outcomes]
+        added = step.shape.cost(self.table, sizes) - step.plain if any(sizes) else 0.0
+        passed = 0.0 if step.plain_step else step.alone + (self.scored(step, added) if any(sizes) else 0.0)
+        credible = self._record_pass(step, added, scoring, not any(sizes)) if step.shape.decodes else None
         unit = self.unit
         if not unit:  # without a measurement, the curve is believed
-            return 0.0 if step.rests else step.alone + (self.scored(step, added) if nodes else 0.0)
-        if self._deciding is None:
-            self._deciding = TimeModel(FIRST_DECIDING / unit, GUESS_DOUBT)
-        cost = self._deciding.record(max(beside - step.asking - step.deepening - step.drafting, 0.0) / unit)
-        if step.asked and self._asking is not None:
-            cost += self._asking.record(step.asking / unit, len(step.asked), sized=True)
-        if step.deeper:
-            cost += self._deepening.record(step.deepening / unit, len(step.deeper), sized=True)
+            return passed
+        deciding = max(beside - step.proposal - step.extension - step.drafting, 0.0)
+        cost = self._part("deciding", FIRST_DECIDING).record(deciding / unit)
+        if step.proposing:
+            cost += self.proposals.record(step.proposal / unit, len(step.proposing), sized=True)
+        if step.extended:
+            cost += self.extensions.record(step.extension / unit, len(step.extended), sized=True)
         if step.chain:
-            cost += self._record_chains(step, nodes / len(step.shape), unit)
-        if step.rests:
-            return cost
-        passed = step.alone + self.scored(step, added) if nodes else step.alone
-        if credible is not None and nodes:
-            passed = credible / unit
-        return cost + passed
+            cost += self._record_chains(step, sum(sizes) / len(step.shape), unit)
+        return cost + (passed if credible is None or not any(sizes) else credible / unit)
 
-    def _added(self, step: Decision, outcomes: Sequence[Outcome | None]) -> float:
-        """Return what the scored trees added to the pass, by the curve."""
-        shape = step.shape
-        sizes = [0 if outcome is None else len(outcome.tree) for outcome in outcomes]
-        tokens = [pending + size for pending, size in zip(shape.pending, sizes, strict=True)]
-        return shape.cost(tokens, self.table) - step.plain
-
-    def rested(self, step: Decision, steps: int, passed: float) -> None:
-        """Record ``steps`` plain passes of ``passed`` seconds in all."""
-        self._passes.record(passed / steps / step.plain)
+    def learn_plain(self, plain: float, seconds: float) -> None:
+        """Record a plain pass after another one: its cost by the curve, and its seconds."""
+        self._passes.record(seconds / plain)
         self._plain_measured, self._after_plain, self._since = True, True, 0
 
-    def _record_pass(self, plain: float, added: float, seconds: float, empty: bool) -> float | None:
+    def _record_pass(self, step: Decision, added: float, seconds: float, empty: bool) -> float | None:
         """Record a pass. Returns its credible time, None if it was not measured."""
         self._since += 1
-        credible = None
-        if not empty or self._after_plain:
-            credible = plain * self._passes.record(seconds / plain, added / plain, sized=not empty)
-        if empty and self._after_plain:
+        if empty and not self._after_plain:
+            self._after_plain = True
+            return None
+        credible = step.plain * self._passes.record(seconds / step.plain, added / step.plain, sized=not empty)
+        if empty:
             self._plain_measured, self._since = True, 0
         self._after_plain = empty
         return credible
 
     def _record_chains(self, step: Decision, length: float, unit: float) -> float:
-        """Record the time of drafting chains. Returns its credible cost. The first chains touch memory and select keys,
-        so they only count if cheaper than the guess."""
+        """Record the time of drafting chains, and return its credible cost. The first chains touch memory and select
+        keys, so they only count if cheaper than the guess."""
         model = self._drafting[self.draft.are_alone(step.shape.cached)]
         passes = step.drafting / unit / step.passes
         if not length:
             return step.drafting / unit
-        known = model.count > 0
-        return model.record(passes if known else min(passes, length), length, sized=True) * step.passes
+        return model.record(passes if model.count else min(passes, length), length, sized=True) * step.passes

@@ -1,33 +1,80 @@
 """Prune trees to the nodes worth scoring: those whose tokens are worth more than they cost.
 
-A node's probability is the drafter's, calibrated by how often similar nodes were correct (``calibration.py``). Nodes
-that were not scored count, too: the committed tokens show whether they were correct. Not so under rejection sampling:
-the decision must not depend on the drawn token's own probability, and only scoring shows whether it is accepted. So
-nodes with ``q`` are judged by depth, and count only if scored. No clock is involved: for a given curve, pruning is
-reproducible.
+A node's probability is the drafter's, calibrated by how often similar nodes were correct (``calibration.py``), scored
+or not: the committed tokens show it. Under rejection sampling, the decision must not depend on the drawn token's own
+probability, and only scoring shows whether it is accepted. So nodes with ``q`` are judged by depth, and count only if
+scored. No clock is involved. A step of a small model lasts half a millisecond, so this is compiled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from forerun.core.array_handles import ArrayHandles
+from forerun.core.array_handles import ArrayHandles, reader
+from forerun.core.compiling import compiled
 from forerun.core.tree import ROOT, DraftTree, IntArray
 from forerun.core.verify import Outcome
-from forerun.policy import node_table
-from forerun.policy.calibration import CalibrationTable
-from forerun.policy.cost_curve import CostTable, FloatArray
-from forerun.policy.node_table import NodeTable
+from forerun.policy.calibration import (
+    DEPTH_GROUPS,
+    ODDS_GROUPS,
+    CalibrationTable,
+    calibrated,
+    chance_at_depth,
+    count,
+    fit_odds,
+    forget,
+    group_of,
+    odds_of,
+)
+from forerun.policy.cost_curve import CostCurve, CostTable, FloatArray
 from forerun.policy.pass_shape import PassShape
+
+BEGIN, DEPTH, STATES, CACHED, SCORED, KEPT = range(6)
+"""By row of the batch: its tree's first node, maximum depth, whether the drafter states probabilities, cached tokens,
+tokens scored so far, and kept nodes."""
+
+EMPTY = DraftTree.empty()
+
+
+class NodeTable(NamedTuple):
+    """The nodes of all trees, concatenated; each column ``[n]``.
+
+    Attributes:
+        parents: index of each node's parent in its tree, or ``ROOT``; then in the table.
+        stated: probability of acceptance, if stated; ``odds``: its log-odds after an accepted parent.
+        depths: 1 for a child of the root; ``groups``: index into a ``CalibrationTable``.
+        chances: probability of acceptance; 0 if impossible.
+        kept: index in the scored tree, or -1; ``kept_tokens``, ``kept_parents``: of that tree, from ``BEGIN`` on.
+        order, worth: nodes by worth, best first, and their worth.
+    """
+
+    tokens: IntArray
+    parents: IntArray
+    stated: FloatArray
+    odds: FloatArray
+    rows: IntArray
+    depths: IntArray
+    groups: IntArray
+    chances: FloatArray
+    kept: IntArray
+    kept_tokens: IntArray
+    kept_parents: IntArray
+    order: IntArray
+    worth: FloatArray
+
+    @classmethod
+    def allocate(cls, nodes: int) -> NodeTable:
+        columns: dict[str, Any] = {name: np.zeros(nodes, np.int64) for name in cls._fields}
+        return cls(**columns | {name: np.zeros(nodes) for name in ("stated", "odds", "chances", "worth")})
 
 
 class PrunedTrees(NamedTuple):
-    """The part of a step's trees that is worth scoring: number of nodes, expected worth of their tokens in plain
-    passes, expected number of accepted ones, and what they add to the pass by the curve."""
+    """The part of a step's trees that is worth scoring: its nodes, the expected worth of their tokens in plain passes,
+    the expected number of accepted ones, and what they add to the pass by the curve."""
 
     trees: list[DraftTree]
     nodes: int
@@ -44,82 +91,212 @@ class TreePruner:
         self._calibration, self._nodes = CalibrationTable.empty(), NodeTable.allocate(64)
         self._handles: tuple[ArrayHandles[NodeTable], ArrayHandles[CalibrationTable]] = ArrayHandles(), ArrayHandles()
         self._begins = [0]  # first node of each row's tree in the table, and the end of the last
-        self._outcomes: list[tuple[int, ...]] = []  # row, and a row of ``node_table.learn``
-        self._committed: list[int] = []  # their tokens
 
     def prune(
         self,
         shape: PassShape,
         trees: Sequence[DraftTree],
-        values: FloatArray,
+        values: Sequence[float],
         table: CostTable,
         fixed: float = 0.0,
         slope: float = 1.0,
         slack: float = float("inf"),
     ) -> PrunedTrees:
-        """Keep what is worth scoring of each row's tree. ``values`` are of a row's token, in plain passes; nodes cost
-        ``slope`` times what they add by the table, plus ``fixed``, and at most ``slack``."""
-        self._begins, self._outcomes, self._committed = [0, *accumulate(map(len, trees))], [], []
-        if not (size := self._begins[-1]):
-            return PrunedTrees([DraftTree.empty()] * len(trees), 0, 0.0, 0.0, 0.0)
+        """Keep what is worth scoring of each row's tree; see the function ``prune``."""
+        self._begins = begins = [0, *accumulate(map(len, trees))]
+        if not (size := begins[-1]):
+            return PrunedTrees([EMPTY] * len(trees), 0, 0.0, 0.0, 0.0)
         if size > len(self._nodes.tokens):
             self._nodes = NodeTable.allocate(2 * size)
-        flat, (nodes, calibration) = self._flat(shape, trees), self._handles
-        curves = table.curves(shape.tokens + size + 1)
-        kept, *found = node_table.prune(
-            nodes.at(self._nodes), calibration.at(self._calibration), *flat, self._vocabulary, *curves, shape.tokens,
-            fixed, slope, values, slack,
-        )  # fmt: skip
-        parts = self._parts(trees, *flat[:2], flat[4][-1].tolist()) if kept else [DraftTree.empty()] * len(trees)
-        return PrunedTrees(parts, kept, *found)
+        states = [tree.q is None and tree.probability is not None for tree in trees]
+        for tree, begin, end, stated in zip(trees, begins, begins[1:], states, strict=False):
+            self._nodes.tokens[begin:end], self._nodes.parents[begin:end] = tree.tokens, tree.parents
+            if stated:
+                self._nodes.stated[begin:end] = tree.probability
+        depths, none = [left - 1 for left in shape.left], [0] * len(trees)
+        rows = np.array([begins, *([*each, 0] for each in (depths, states, shape.cached, shape.pending, none))])
+        passes, looks = table.curves(shape.tokens + size + 1)
+        given = rows, self._vocabulary, passes, looks, shape.tokens, fixed, slope, np.array(values), slack
+        found = prune(*self._addresses(), *given)
+        return PrunedTrees(list(map(self._part, trees, rows[KEPT].tolist(), begins)), *found)
 
-    def _flat(
-        self, shape: PassShape, trees: Sequence[DraftTree]
-    ) -> tuple[IntArray, IntArray, FloatArray, IntArray, IntArray]:
-        stated = [None if tree.q is not None else tree.probability for tree in trees]
-        states = [p is not None for p in stated]
-        return (
-            np.concatenate([tree.tokens for tree in trees]),
-            np.concatenate([tree.parents for tree in trees]),
-            np.concatenate([np.ones(len(tree)) if p is None else p for tree, p in zip(trees, stated, strict=True)]),
-            np.array(self._begins),
-            np.array([shape.depths, states, shape.cached, shape.pending, [0] * len(trees)]),
+    def _addresses(self) -> tuple[int, int]:
+        nodes, calibration = self._handles
+        return nodes.at(self._nodes), calibration.at(self._calibration)
+
+    def _part(self, tree: DraftTree, size: int, begin: int) -> DraftTree:
+        """Return the kept part of a tree."""
+        if size == len(tree) or not size:
+            return tree if size else EMPTY
+        end, nodes = begin + size, self._nodes
+        keep = nodes.kept[begin : begin + len(tree)] >= 0
+        if tree.q is not None:
+            return tree.select(keep)
+        origins = None if tree.origins is None else tree.origins[keep]
+        return DraftTree.unchecked(
+            nodes.kept_tokens[begin:end].copy(), nodes.kept_parents[begin:end].copy(), origins=origins
         )
 
-    def _parts(
-        self, trees: Sequence[DraftTree], tokens: IntArray, parents: IntArray, sizes: Sequence[int]
-    ) -> list[DraftTree]:
-        parts = list(trees)
-        for row, (tree, size) in enumerate(zip(trees, sizes, strict=True)):
-            begin, end = self._begins[row : row + 2]
-            if size == len(tree):
-                continue
-            if not size:
-                parts[row] = DraftTree.empty()
-                continue
-            keep = self._nodes.kept[begin:end] >= 0
-            if tree.q is not None:
-                parts[row] = tree.select(keep)
-            else:
-                origins = None if tree.origins is None else tree.origins[keep]
-                own = slice(begin, begin + size)
-                parts[row] = DraftTree.unchecked(tokens[own], parents[own], origins=origins)
-        return parts
+    def learn(self, outcomes: Iterable[tuple[int, Outcome, bool]]) -> dict[int, int]:
+        """Calibrate by outcomes of the trees last pruned: the row's index, its outcome, and whether the tree was drawn
+        (with ``q``). Returns the number of correct nodes by row."""
+        judged, committed = list[tuple[int, ...]](), list[int]()
+        for row, outcome, drawn in outcomes:
+            tokens, accepted = outcome.verdict.tokens, len(outcome.verdict.path)
+            judged.append((row, *self._begins[row : row + 2], len(tokens), drawn, 0))
+            committed += [*tokens[:accepted], *[ROOT] * (len(tokens) - accepted)] if drawn else tokens
+        if not judged:
+            return {}
+        table = np.array(judged)
+        learn(*self._addresses(), table, np.array(committed, np.int64))
+        return dict(zip(table[:, 0].tolist(), table[:, -1].tolist(), strict=True))
 
-    def note(self, row: int, outcome: Outcome, drawn: bool) -> None:
-        """Note which nodes of a row's tree were correct; ``learn`` counts them. ``row`` is its index in the last
-        ``prune``; of a tree that was ``drawn`` (with ``q``), only accepted and rejected nodes count."""
-        begin, end = self._begins[row : row + 2]
-        tokens, accepted = outcome.verdict.tokens, len(outcome.verdict.path)
-        self._outcomes.append((row, begin, end, len(tokens), drawn, 0))
-        self._committed += [*tokens[:accepted], *[ROOT] * (len(tokens) - accepted)] if drawn else tokens
 
-    def learn(self) -> list[tuple[int, int]]:
-        """Update the calibration from the noted outcomes. Returns each row with its number of correct nodes."""
-        if not self._outcomes:
-            return []
-        outcomes, (nodes, calibration) = np.array(self._outcomes), self._handles
-        addresses = nodes.at(self._nodes), calibration.at(self._calibration)
-        node_table.learn(*addresses, outcomes, np.array(self._committed, np.int64))
-        self._outcomes, self._committed = [], []
-        return list(zip(outcomes[:, 0].tolist(), outcomes[:, -1].tolist(), strict=True))
+_nodes_at, _calibration_at = reader(NodeTable.allocate(1)), reader(CalibrationTable.empty())
+
+
+@compiled
+def _add_tree(table: NodeTable, calibration: CalibrationTable, row: int, rows: IntArray, vocabulary: int) -> None:
+    begin = rows[BEGIN, row]
+    for at in range(begin, rows[BEGIN, row + 1]):
+        above, depth, chance, before = ROOT, 1, 1.0, 1.0
+        if table.parents[at] != ROOT:
+            above = begin + table.parents[at]
+            depth, chance, before = table.depths[above] + 1, table.chances[above], max(table.stated[above], 1e-12)
+        table.parents[at], table.rows[at], table.depths[at], table.kept[at] = above, row, depth, -1
+        if rows[STATES, row]:
+            table.odds[at] = odds_of(table.stated[at] / before)
+            table.groups[at] = group_of(table.odds[at])
+            chance *= calibrated(calibration, table.odds[at])
+        else:
+            table.odds[at], table.groups[at] = 0.0, ODDS_GROUPS + min(depth, DEPTH_GROUPS) - 1
+            chance *= chance_at_depth(calibration, depth)
+        possible = depth <= rows[DEPTH, row] and 0 <= table.tokens[at] < vocabulary
+        table.chances[at] = chance if possible else 0.0
+
+
+@compiled
+def _sort(table: NodeTable, rows: IntArray, look: float, values: FloatArray) -> int:
+    """Sort the nodes that can be accepted by worth, parents before children; ``look``: cost of a node per cached token.
+    Returns their number."""
+    order, worth, size = table.order, table.worth, 0
+    for node in range(rows[BEGIN, -1]):
+        if table.chances[node] > 0.0:
+            row, at = table.rows[node], size
+            own = table.chances[node] * values[row] - look * rows[CACHED, row]
+            while at > 0 and worth[at - 1] < own:
+                order[at], worth[at] = order[at - 1], worth[at - 1]
+                at -= 1
+            order[at], worth[at] = node, own
+            size += 1
+    return size
+
+
+@compiled
+def _extract(table: NodeTable, rows: IntArray, count: int) -> None:
+    """Write the trees of the first ``count`` nodes in order."""
+    for number in range(count):
+        table.kept[table.order[number]] = 0
+    for row in range(rows.shape[1] - 1):
+        begin, size = rows[BEGIN, row], 0
+        for node in range(begin, rows[BEGIN, row + 1]):
+            if table.kept[node] >= 0:
+                above, table.kept[node] = table.parents[node], size
+                table.kept_tokens[begin + size] = table.tokens[node]
+                table.kept_parents[begin + size] = ROOT if above == ROOT else table.kept[above]
+                size += 1
+        rows[KEPT, row] = size
+
+
+@compiled
+def prune(
+    nodes: int,
+    groups: int,
+    rows: IntArray,
+    vocabulary: int,
+    curve: FloatArray,
+    looks: FloatArray,
+    fed: int,
+    fixed: float,
+    slope: float,
+    values: FloatArray,
+    slack: float,
+) -> tuple[int, float, float, float]:
+    """Keep the nodes whose tokens are worth more than they cost.
+
+    Args:
+        nodes, groups: addresses of a ``NodeTable``, whose first three columns are filled, and a ``CalibrationTable``.
+        rows: see ``BEGIN``; ``[6, rows + 1]``.
+        vocabulary: of the target. Other tokens and their descendants cannot be accepted.
+        curve, looks: costs of passes over 0, 1, ... tokens with empty caches, and per cached token.
+        fed: tokens of the pass besides nodes.
+        fixed, slope: nodes cost ``slope`` times what they add by the curve, plus ``fixed``; at most ``slack``.
+        values: of a token, in plain passes, ``[rows]``.
+
+    Returns:
+        All but the first field of ``PrunedTrees``.
+    """
+    table, calibration = _nodes_at(nodes), _calibration_at(groups)
+    for row in range(rows.shape[1] - 1):
+        _add_tree(table, calibration, row, rows, vocabulary)
+    size = _sort(table, rows, slope * (looks[-1] - looks[1]) / max(len(looks) - 2, 1), values)
+    best, best_worth, best_tokens, best_added, most = 0, 0.0, 0.0, 0.0, 0.0
+    worth, expected, looking = 0.0, 0.0, 0.0
+    for number in range(size):
+        node = table.order[number]
+        row = table.rows[node]
+        expected += table.chances[node]
+        worth += table.chances[node] * values[row]
+        looking += rows[CACHED, row] * (looks[rows[SCORED, row] + 1] - looks[rows[SCORED, row]])
+        rows[SCORED, row] += 1
+        added = curve[fed + number + 1] - curve[fed] + looking
+        cost = fixed + slope * added
+        if cost > slack:
+            break
+        if worth - cost > most:
+            most, best, best_worth, best_tokens, best_added = worth - cost, number + 1, worth, expected, added
+    _extract(table, rows, best)
+    return best, best_worth, best_tokens, best_added
+
+
+@compiled
+def _judge(
+    table: NodeTable, calibration: CalibrationTable, begin: int, end: int, tokens: IntArray, scored: bool
+) -> int:
+    """Count the nodes of a row's tree that its committed tokens decide, only scored ones if ``scored``. Returns how
+    many are correct."""
+    depths, right = table.order, 0  # depth of each correct node, else 0
+    for node in range(begin, end):
+        above = table.parents[node]
+        depth = 0 if above == ROOT else depths[above]
+        depths[node] = 0
+        if (above != ROOT and depth == 0) or depth >= len(tokens) or (scored and table.kept[node] < 0):
+            continue
+        if right == depth and table.tokens[node] == tokens[depth]:
+            depths[node] = depth + 1
+            right += 1
+        count(calibration, table.groups[node], table.odds[node], depths[node] > 0)
+    return right
+
+
+@compiled
+def learn(nodes: int, groups: int, outcomes: IntArray, tokens: IntArray) -> None:
+    """Calibrate by outcomes, ``[rows, 6]``: row, first node, end, number of committed tokens, whether only scored nodes
+    count, and the number of correct ones, filled in. ``tokens``: the committed ones of all rows."""
+    table, calibration = _nodes_at(nodes), _calibration_at(groups)
+    at, judged = 0, 0
+    for row in range(len(outcomes)):
+        begin, end, length, scored = outcomes[row, 1], outcomes[row, 2], outcomes[row, 3], outcomes[row, 4] != 0
+        outcomes[row, 5] = _judge(table, calibration, begin, end, tokens[at : at + length], scored)
+        at, judged = at + length, judged + end - begin
+    if judged:
+        fit_odds(calibration)
+        forget(calibration)
+
+
+def warm_up() -> None:
+    """Compile the code of pruning, or load it from the cache."""
+    pruner, ones = TreePruner(2), np.ones(1, np.int64)
+    tree = DraftTree.unchecked(ones, np.full(1, ROOT), np.ones(1))
+    pruner.prune(PassShape([2], [0], [1], [1]), [tree], [1.0], CostTable(CostCurve.linear(10.0)))
+    learn(*pruner._addresses(), np.zeros((1, 6), np.int64), ones)

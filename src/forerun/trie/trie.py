@@ -284,10 +284,10 @@ class Trie(TrieStore):
         differ."""
         self.step([TextUpdate(request_id, lists=RowsToKeep(np.zeros(len(rows.last), np.int64), rows))])
 
-    def retrieve(self, request_id: int, budget: int, max_depth: int, pending: Tokens = ()) -> Draft:
+    def retrieve(self, request_id: int, budget: int, max_depth: int, pending: Tokens = (), least: float = 0.0) -> Draft:
         """Draft what may follow the request's sequence and ``pending`` tokens, which ``extend`` has not received: up to
-        ``budget`` nodes, at most ``max_depth`` deep."""
-        return self.step([TextUpdate(request_id, pending=pending, budget=budget, max_depth=max_depth)])[0]
+        ``budget`` nodes, at most ``max_depth`` deep, of at least the probability ``least``."""
+        return self.step([TextUpdate(request_id, pending=pending, budget=budget, max_depth=max_depth, least=least)])[0]
 
     def known_suffixes(self, texts: Sequence[tuple[int, IntArray]]) -> list[int]:
         """Return the length of each sequence's longest suffix seen before: a cheap estimate of what a draft promises.

@@ -1,10 +1,11 @@
-"""Collect proposals: from a cheap source, then from a costly one where the first is not confident. A source that raises
+"""Collect proposals from a cheap source, and from a costly one where the first is not confident. A source that raises
 drafts nothing more for that request."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,7 @@ TINY = 1e-12
 
 
 class Failed(RowState):
-    """Marks a source that failed for a row, so that it drafts nothing more there; holds the source's state until the
-    row ends."""
+    """Marks a source that failed for a row; holds the source's state until the row ends."""
 
     def __init__(self, state: Any) -> None:
         self._state = state
@@ -37,7 +37,8 @@ def works(source: Source, row: Row) -> bool:
     return not isinstance(row.states.get(source), Failed)
 
 
-def _rest(source: Source, row: Row, error: Exception) -> None:
+def _drop(source: Source, row: Row, error: Exception) -> None:
+    """Let a source draft nothing more for a row."""
     log.warning(
         "%s failed for request %d and drafts nothing more for it: %r", type(source).__name__, row.request.id, error
     )
@@ -66,7 +67,7 @@ def _attempt(source: Source, rows: Sequence[Row], limits: Sequence[Limit]) -> Se
         raise
     except Exception as error:
         if len(rows) == 1:
-            _rest(source, rows[0], error)
+            _drop(source, rows[0], error)
             return [DraftTree.empty()]
         return [_attempt(source, [row], [limit])[0] for row, limit in zip(rows, limits, strict=True)]
     count = len(rows)
@@ -74,6 +75,20 @@ def _attempt(source: Source, rows: Sequence[Row], limits: Sequence[Limit]) -> Se
         name = type(source).__name__
         raise TypeError(f"{name}.propose returned {trees!r}; it must be one DraftTree for each of {count} rows")
     return trees
+
+
+def promises(source: Source, rows: Sequence[Row]) -> Sequence[int | None]:
+    """Return ``Source.promise`` of all rows; 0 where it failed."""
+    if not all(map(partial(works, source), rows)):
+        return [promises(source, [row])[0] if works(source, row) else 0 for row in rows]
+    try:
+        return source.promise(rows)
+    except ParallelError:
+        raise
+    except Exception as error:
+        for row in rows:
+            _drop(source, row, error)
+        return [0] * len(rows)
 
 
 def read(source: Source, row: Row, tokens: int) -> bool:
@@ -85,7 +100,7 @@ def read(source: Source, row: Row, tokens: int) -> bool:
     except ParallelError:
         raise
     except Exception as error:
-        _rest(source, row, error)
+        _drop(source, row, error)
         return True
 
 
@@ -100,7 +115,7 @@ def learn(source: Source, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> N
         raise
     except Exception as error:
         for number in live:
-            _rest(source, rows[number], error)
+            _drop(source, rows[number], error)
 
 
 def merge(
