@@ -517,9 +517,9 @@ def test_a_stream_is_not_silent_while_the_model_writes_what_is_held_back(monkeyp
 
         async def write() -> None:
             for _ in range(60):
-                call._events.put_nowait(calls._RowEvent(0, Commit(None, [1], 0), 0.0))
+                call._events.put_nowait((0, Commit(None, [1], 0)))
                 await asyncio.sleep(0.005)
-            call._events.put_nowait(calls._RowEvent(0, "cancelled", 0.0))
+            call._events.put_nowait((0, "cancelled"))
 
         writing = asyncio.create_task(write())
         with pytest.raises(calls.ClientGoneError):

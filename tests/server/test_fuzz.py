@@ -651,7 +651,7 @@ def test_a_body_that_is_parsed_is_dropped(engine, servers, monkeypatch):
 
 def test_one_tenant_takes_no_more_than_half_of_the_room_for_bodies(engine, servers, monkeypatch):
     monkeypatch.setattr(middleware, "BODIES_IN_MEMORY", 4)
-    monkeypatch.setattr(middleware, "KEPT_BODIES", 2)
+    monkeypatch.setattr(middleware, "RESERVED_BODIES", 2)
     servers.append(LiveServer(engine, request_bytes=1000, api_keys=("key-of-a", "key-of-b")))
     flood = [connected(servers[0]) for _ in range(4)]
     for each in flood:

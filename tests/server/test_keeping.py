@@ -26,7 +26,7 @@ from forerun.core.origin import Origin
 from forerun.decoding.recipes import trie_of
 from forerun.engine.engine import Engine
 from forerun.models.text.prompts import vocabulary_of
-from forerun.server.learned_texts import PASSAGE_CHARACTERS, check_files, passages
+from forerun.server.index_files import PASSAGE_CHARACTERS, check_files, passages
 from forerun.server.settings import read_settings
 from forerun.trie import trie_file
 from forerun.trie.autosave import AutoSaver

@@ -188,18 +188,18 @@ def test_tenants_get_equal_shares():
 
 
 def test_a_share_is_equal_lent_and_partly_kept():
-    one = FairShare(8, tenants=3, kept=1)
+    one = FairShare(8, tenants=3, reserve=1)
     while one.allows("a", 1):
-        one.take("a", 1)
-    assert one.of("a") == 7  # one is kept for those who have none
-    assert one.allows("b", 1) and one.debtor("b") == "a"
-    one.take("b", 1)
+        one.acquire("a", 1)
+    assert one.used_by("a") == 7  # one is reserved for those who have none
+    assert one.allows("b", 1) and one.lender("b") == "a"
+    one.acquire("b", 1)
     assert not one.allows("b", 1) and not one.allows("c", 1)
-    one.give("a", 1)
+    one.release("a", 1)
     assert one.allows("b", 1) and not one.allows("a", 1)  # what comes back is for those with less than their share
-    alone = FairShare(8, kept=1)
-    alone.take("a", 7)
-    assert alone.allows("a", 1) and alone.debtor("a") is None
+    alone = FairShare(8, reserve=1)
+    alone.acquire("a", 7)
+    assert alone.allows("a", 1) and alone.lender("a") is None
 
 
 def test_who_floods_the_queue_leaves_others_their_share():
@@ -281,13 +281,13 @@ def test_a_tenants_step_waits_no_longer_for_others_than_it_takes(fixed, rows, dr
     shares, running = StepShares(), [ticket("flood") for _ in range(15)] + [ticket("other")]
     for count in range(8):
         commit = Commit(running[0].request, [1], 0, count)
-        shares.learn([("flood", commit)], fixed + 1 + count)
+        shares.record([("flood", commit)], fixed + 1 + count)
     plans = [shares.plan(running) for _ in range(15)]
-    assert all(running[-1].request.id not in plan.resting for plan in plans)
-    assert {len(running) - 1 - len(plan.resting) for plan in plans} == {rows}
+    assert all(running[-1].request.id not in plan.skipping for plan in plans)
+    assert {len(running) - 1 - len(plan.skipping) for plan in plans} == {rows}
     assert min(min(plan.budgets.values()) for plan in plans) >= draft
     assert all(running[-1].request.id not in plan.budgets for plan in plans)
-    turns = [sum(each.request.id not in plan.resting for plan in plans) for each in running[:-1]]
+    turns = [sum(each.request.id not in plan.skipping for plan in plans) for each in running[:-1]]
     assert max(turns) - min(turns) <= 1  # the others take turns
     assert shares.plan(running[:15]) == (set(), {})
 

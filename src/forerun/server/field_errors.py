@@ -1,4 +1,4 @@
-"""Messages about wrong fields of a request."""
+"""Describe the wrong fields of a request."""
 
 from __future__ import annotations
 
@@ -10,21 +10,19 @@ from forerun.server.api_errors import ApiError
 from forerun.server.tolerance import NEUTRAL
 
 LISTED_FAULTS = 8
-"""Faults of one request that the error lists."""
+"""Maximum faults in one error."""
 
 
 def validation_error(
     errors: Sequence[Any], names: Callable[[bool], Collection[str]], renamed: Mapping[str, str]
 ) -> ApiError:
-    """Merge all of pydantic's errors about a request, ``renamed``; ``param`` and ``code`` are the first one's.
+    """Merge pydantic's errors about a request, with ``renamed`` fields; ``param`` and ``code`` are the first one's.
 
-    The message repeats only field names of what the client sent. For an unknown field it suggests the nearest of
-    ``names``: the request's fields, or with True those inside them.
+    The message repeats only field names of the client's. For an unknown field it suggests the nearest of ``names``:
+    the request's fields, or with True those inside them.
     """
     errors = [{**each, "loc": tuple(renamed.get(str(part), part) for part in each["loc"])} for each in errors]
     first = errors[0]
-    if not first["loc"] and first["type"] in ("model_attributes_type", "model_type", "missing"):
-        return ApiError(400, "the body must be a JSON object, sent as application/json", "invalid_json")
     code = "unsupported" if first["type"] in ("unsupported", "extra_forbidden") else "invalid_value"
     message = "; ".join(_fault(each, names) for each in errors[:LISTED_FAULTS])
     if len(errors) > LISTED_FAULTS:

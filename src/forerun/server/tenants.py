@@ -9,15 +9,14 @@ from collections.abc import Sequence
 ONLY_TENANT = "default"
 """The tenant of a server without keys."""
 SHARED_TENANT = "shared"
-"""Replaces a tenant's name in namespaces that all tenants share. No tenant has this name."""
+"""Replaces a tenant's name in namespaces that all tenants share."""
 NAMESPACE_PATTERN = r"^[A-Za-z0-9._-]{1,64}$"
 
 
 class ApiKeys:
-    """An index of tenants by their keys, of which it keeps only digests; without keys, there is one tenant.
+    """Digests of the tenants' keys, and of the ``admin`` key, which belongs to no tenant.
 
-    ``admin`` is a key that belongs to no tenant. Raises ValueError for a key that is empty, repeated, or unfit for a
-    header.
+    Raises ValueError for a key that is empty, repeated, or unfit for a header.
     """
 
     def __init__(self, keys: Sequence[str] = (), admin: str | None = None) -> None:
@@ -32,7 +31,6 @@ class ApiKeys:
 
     @property
     def tenants(self) -> list[str]:
-        """Return the names of all tenants."""
         return [_tenant_name(digest) for digest in self._digests] or [ONLY_TENANT]
 
     def tenant(self, authorization: bytes | None) -> str | None:
