@@ -46,11 +46,11 @@ AnyFormat = ReplyFormat | ResponsesFormat | MessagesFormat
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Keep proxies from buffering a stream."""
 CLOSING = (503, "the server is closing and has cancelled the request", "closing")
-"""Arguments of an ``ApiError`` for a cancelled request; a client that cancelled it does not listen."""
+"""Arguments of an ``ApiError`` for a cancelled request, unless its client has gone."""
 PING = ": ping\n\n"
 """A comment that keeps silent streams open."""
 PIECE_BYTES = 1 << 16
-"""Size of the pieces in which a whole answer is written."""
+"""Size of the pieces in which a complete answer is written."""
 SWITCH_SECONDS = 0.001
 """Python's thread switch interval. A step waits this long five times or more while a body is checked: with Python's
 0.005, a loop of five handovers needed 17 instead of 3 ms."""
@@ -90,10 +90,7 @@ def create_app(
     limits: SchedulerLimits,
     on_finished: Callable[[Request], None] | None = None,
 ) -> FastAPI:
-    """Make an application that serves one engine; its ``state.service`` is the ``Service``.
-
-    Raises ValueError for a wrong key, and the errors of ``restore_index``. For ``on_finished``, see ``Scheduler``.
-    """
+    """Make an application that serves one engine; raise ValueError for a wrong key or a wrong index."""
     tenants = settings.tenant_keys().tenants
     saver = restore_index(engine, settings, tenants)
     service = Service(engine, settings, limits, on_finished)
@@ -150,13 +147,8 @@ def guarded(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
     )
     if not origins:
         return checked
-    return CORSMiddleware(
-        checked,
-        allow_origins=origins,
-        allow_methods=["GET", "POST"],
-        allow_headers=["*"],
-        expose_headers=["X-Request-Id", "Retry-After"],
-    )
+    options: Any = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+    return CORSMiddleware(checked, origins, **options, expose_headers=["X-Request-Id", "Retry-After"])
 
 
 def _add_generation(app: FastAPI, service: Service, bodies: BodyReader) -> None:
@@ -200,8 +192,6 @@ async def _answer(
 
 
 class _WholeResponse(Response):
-    """An answer in one piece, sent when it is complete."""
-
     def __init__(self, call: Call, form: AnyFormat, watcher: asyncio.Task[None]) -> None:
         super().__init__()
         self._call, self._form, self._watcher = call, form, watcher

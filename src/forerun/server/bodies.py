@@ -33,10 +33,8 @@ NUMBER_BYTES = 32
 LEAST_PARTS = 10_000
 """Parts that a body may always have."""
 NO_OBJECT = (400, "the body must be a JSON object, sent as application/json", "invalid_json")
-"""Arguments of an ``ApiError``."""
 HALF_PAIR = re.compile("[\ud800-\udfff]")
 PARSING_TENANTS = 2
-"""Number of tenants whose bodies are parsed at once."""
 _REFERENCE = "#/components/schemas/{model}"
 
 

@@ -119,14 +119,10 @@ def _kinds(part: MessageDelta) -> tuple[bool, bool, bool]:
 
 
 class Call:
-    """The requests that answer one call. All end when one fails or the client goes.
+    """The requests that answer one call; all end when one fails or the client goes.
 
-    Create it in the event loop, ``start`` it, then iterate over it once; ``cancel`` ends it at any time.
-
-    Args:
-        prompts: number of prompts; each has equally many rows.
-        shared: whether drafts also come from other tenants' outputs; then nothing about drafts is reported.
-        nbytes: maximum size of its answer.
+    Create it in the event loop, ``start`` it, then iterate over it once. ``nbytes`` is its answer's maximum size. If
+    drafts are ``shared`` between tenants, nothing about them is reported.
     """
 
     def __init__(
@@ -135,7 +131,7 @@ class Call:
         rows: Sequence[AnswerRow],
         number: str,
         dispatcher: LoopDispatcher,
-        prompts: int = 1,
+        prompts: int = 1,  # each with equally many rows
         budget: int = 0,
         trace: bool = False,
         shared: bool = False,
@@ -166,7 +162,7 @@ class Call:
                 self._scheduler.cancel(scheduled)
 
     async def __aiter__(self) -> AsyncIterator[Delta | None]:
-        """Yield each row's new text, up to a finish reason, and None after each ``PING_SECONDS`` without any.
+        """Yield each row's new text, and None after each ``PING_SECONDS`` without any.
 
         Raises ApiError if the server or the schema failed, or time ran out; ClientGoneError if cancelled.
         """

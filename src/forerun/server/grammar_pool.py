@@ -75,7 +75,6 @@ class GrammarPool:
             raise
 
     def close(self) -> None:
-        """Kill all processes."""
         self._closed = True
         self._executor.shutdown(wait=False, cancel_futures=True)
         for worker in list(self._workers):

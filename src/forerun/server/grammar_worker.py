@@ -1,7 +1,7 @@
-"""The process in which ``GrammarPool`` compiles grammars on trial; as it is a script, it imports little.
+"""A script that compiles grammars on trial for ``GrammarPool``, so it imports little.
 
-The first input line has the tokenizer's arguments and the limits, each further one a grammar's kind and text. Each is
-answered by an empty line, valid or not, unless exceeding a limit ends the process.
+Input: a line with the tokenizer's arguments and the limits, then a line per grammar. Output: an empty line for each,
+valid or not, unless exceeding a limit ends the process.
 """
 
 from __future__ import annotations

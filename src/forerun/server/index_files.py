@@ -53,8 +53,7 @@ class Passage:
 def check_files(files: Iterable[Path], namespaces: int) -> None:
     """Read all files through; ``namespaces`` is the maximum per tenant.
 
-    Raises ValueError, with file and line, for a line that is not UTF-8 or not a valid row, for too many namespaces, and
-    for a file with nothing to index or prefill.
+    Raises ValueError, with file and line, for a wrong line, too many namespaces, or a file without text or prompts.
     """
     names: set[str] = set()
     for file in files:

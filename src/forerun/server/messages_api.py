@@ -135,7 +135,7 @@ class MessagesFormat(BlockFormat):
 
     def __init__(self, body: MessagesRequest, number: str) -> None:
         super().__init__()
-        self._head: Json = {"id": f"msg_{number}", "type": "message", "role": "assistant", "model": body.model}
+        self._head = {"id": f"msg_{number}", "type": "message", "role": "assistant", "model": body.model}
 
     def begin(self) -> list[str]:
         usage = {"input_tokens": 0, "output_tokens": 0}

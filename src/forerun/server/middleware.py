@@ -32,7 +32,7 @@ MIN_BODY_RATE = 1 << 17
 """Bytes per second at which a body must arrive: a slow line of one megabit per second."""
 READ_RATE = 32 << 20
 """Bytes per second at which a tenant's large bodies are read: a quarter second for the largest. The event loop needs
-1.4 ms for a MiB, so a tenant gets 5 % of it; an unlimited loopback got 30 %."""
+1.4 ms for a MiB, so that a tenant has 5 % of it, and not the 30 % of a loopback without limit."""
 REQUEST_ID_HEADER = b"x-request-id"
 REQUEST_ID_PATTERN = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
@@ -65,14 +65,14 @@ class HeldBytes:
 
 
 class ReadPace:
-    """A limit on the rate of each tenant's large bodies, in bytes per second."""
+    """Spreads the bytes of each tenant's large bodies over time."""
 
     def __init__(self, rate: float) -> None:
         self._rate = rate
         self._due: dict[str, float] = {}
 
     async def wait(self, tenant: str, nbytes: int) -> float:
-        """Wait until a tenant's bytes so far are due; return the seconds."""
+        """Wait until a tenant's bytes so far are due, these last; return the seconds."""
         now = asyncio.get_running_loop().time()
         self._due[tenant] = due = max(now, self._due.get(tenant, now)) + nbytes / self._rate
         await asyncio.sleep(due - now)
@@ -82,16 +82,13 @@ class ReadPace:
 class GuardMiddleware:
     """Middleware that adds ``tenant``, ``request_id`` and ``held`` to a request's state, and refuses bad requests.
 
-    It refuses wrong keys (401), foreign hosts and origins (403), bodies that are too large or have too many parts
-    (413), slow ones (408) and compressed ones (415). The application gets complete bodies in one piece, and releases
-    the ``HeldBytes`` of those parsed. The rest of a refused body is discarded: closing the connection would reset a
-    client that still sends, and lose the answer.
+    Those have wrong keys (401), foreign hosts or origins (403), or a body that is too large or has too many parts
+    (413), slow (408) or compressed (415). The rest of a refused body is discarded: closing the connection would reset a
+    client that still sends, and lose the answer. The application gets complete bodies in one piece.
 
-    Args:
-        hosts: allowed names in the Host header, besides localhost and IP addresses; None checks no hosts or origins.
-            Otherwise any web page in a browser on this computer could use a server without keys: by a request to
-            another origin, or by a domain name that points here (DNS rebinding).
-        origins: allowed origins of web pages, besides the server's. In both, ``*`` is any.
+    Without keys, a web page could use this computer's server from another origin or by a domain that points here (DNS
+    rebinding). So requests need one of ``hosts`` (or localhost, or an IP address) and the server's origin or one of
+    ``origins``; ``*`` is any, and ``hosts`` None checks neither.
     """
 
     def __init__(

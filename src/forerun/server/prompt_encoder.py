@@ -46,10 +46,7 @@ class EncodedPrompt(NamedTuple):
 
 
 class PromptEncoder:
-    """An encoder of prompts for several threads, which use the tokenizer in turn: encoding may change its settings.
-
-    ``positions`` None is no limit.
-    """
+    """An encoder of prompts for several threads, which use the tokenizer in turn: encoding may change its settings."""
 
     def __init__(self, tokenizer: Any, positions: int | None) -> None:
         self._tokenizer, self._positions = tokenizer, positions
@@ -58,10 +55,7 @@ class PromptEncoder:
         self._controls = ControlTokens(tokenizer, message_format(tokenizer)) if has_template(tokenizer) else None
 
     def __call__(self, body: GenerationBody) -> list[EncodedPrompt]:
-        """Encode all prompts; raise the errors of ``encode`` and ``apply_template``, and ApiError.
-
-        That is for a prompt far longer than the model allows, or a suffix without tokens for it.
-        """
+        """Encode all prompts; raise ApiError if one is far too long, and as ``encode`` and ``apply_template`` do."""
         if isinstance(body, ChatRequest):
             return [self._cut(self.chat(body), body)]
         if body.suffix is not None:
@@ -157,8 +151,7 @@ class PromptEncoder:
     def _check(self, text: str, what: str = "prompt", field: str | None = None) -> None:
         """Refuse a prompt whose prefix has too many tokens; encoding all of 8 MiB cost 24 seconds and 2 GiB.
 
-        Tokens are counted in pieces, by a copy of the tokenizer, so that others do not wait. ``field`` is the
-        request's, by default ``what``.
+        A copy of the tokenizer counts them in pieces, so that others do not wait.
         """
         if self._positions is None or len(text) <= (uncounted := UNCOUNTED_CHARACTERS * self._positions):
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -152,7 +152,7 @@ class ChatFormat(ReplyFormat):
         return [self._event([self._chunk_choice(Delta(index, ""), message)]) for index in range(len(self._parts))]
 
     def _choice(self, delta: Delta) -> Json:
-        message = {"role": "assistant", **_message(delta)}
+        message = {"role": "assistant", **_message(delta, _whole_call)}
         return {"index": delta.index, "message": message, "finish_reason": delta.finish_reason}
 
     def chunk(self, delta: Delta, usage: Json | None = None) -> str:
@@ -167,12 +167,7 @@ class ChatFormat(ReplyFormat):
         return super().chunk(first, usage) + more
 
     def _piece(self, delta: Delta) -> Json:
-        message: Json = {"content": delta.text} if delta.text else {}
-        if delta.reasoning:
-            message["reasoning_content"] = delta.reasoning
-        if delta.calls:
-            message["tool_calls"] = [_call_piece(call) for call in _joined(delta.calls)]
-        return self._chunk_choice(delta, message)
+        return self._chunk_choice(delta, {name: each for name, each in _message(delta, _call_piece).items() if each})
 
     def _chunk_choice(self, delta: Delta, message: Json) -> Json:
         return {
@@ -255,13 +250,13 @@ class BlockFormat(AnswerFormat, ABC):
         return self._closed(kind, self._text) if kind else []
 
 
-def _message(delta: Delta) -> Json:
-    """Format a complete message; empty content next to calls is null."""
+def _message(delta: Delta, form: Callable[[CallDelta], Json]) -> Json:
+    """Format a message, with its calls by ``form``; empty content next to calls is null."""
     message: Json = {"content": delta.text if delta.text or not delta.calls else None}
     if delta.reasoning:
         message["reasoning_content"] = delta.reasoning
     if delta.calls:
-        message["tool_calls"] = [_whole_call(call) for call in _joined(delta.calls)]
+        message["tool_calls"] = [form(call) for call in _joined(delta.calls)]
     return message
 
 

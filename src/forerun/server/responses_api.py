@@ -219,23 +219,17 @@ class ResponsesFormat(BlockFormat):
         self._sequence = 0
         self._pads = body.stream_options is not None and bool(body.stream_options.include_obfuscation)
         self._custom = body.custom_tools
-        self._head: Json = {
-            "id": f"resp_{number}",
-            "object": "response",
-            "created_at": int(time.time()),
-            "model": body.model,
-            "error": None,
-            "incomplete_details": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
+        given = body.model_dump(include={"model", "instructions", "max_output_tokens", "tool_choice"})
+        self._head = {"id": f"resp_{number}", "object": "response", "created_at": int(time.time()), **given}
+        self._head |= dict.fromkeys(("error", "incomplete_details", "previous_response_id"))
+        self._head |= {
             "metadata": {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             "store": False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": {"type": "text"}} if body.text is None else body.text.model_dump(by_alias=True),
-            "tool_choice": body.model_dump()["tool_choice"] or "auto",
+            "tool_choice": given["tool_choice"] or "auto",
             "tools": body.tools or [],
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",

@@ -41,16 +41,14 @@ class Scheduler:
 
     Only this thread starts and ends requests. The lock guards queues, and is never held while the engine works.
     ``on_finished`` is called in the thread with each finished request, and must return at once.
-
-    Attributes:
-        failed: whether it stopped after an error; it has ended all requests then, and accepts no more.
-        other_seconds: time outside the engine's steps while requests ran: admission and delivery.
     """
 
     def __init__(
         self, engine: Engine, limits: SchedulerLimits, on_finished: Callable[[Request], None] | None = None
     ) -> None:
-        self.engine, self.limits, self.failed, self.other_seconds = engine, limits, False, 0.0
+        self.engine, self.limits = engine, limits
+        self.failed = False  # whether an error ended it and all requests
+        self.other_seconds = 0.0  # outside the engine's steps while requests ran: admission and delivery
         self._on_finished = on_finished
         self._batch = self._new_batch()
         self._admission, self._shares = Admission(limits, engine.tiers), StepShares()
@@ -74,10 +72,7 @@ class Scheduler:
         tenant: str = "default",
         deadline: float | None = None,
     ) -> ScheduledRequest:
-        """Queue a new request; see ``ScheduledRequest``.
-
-        Raises ValueError if its caches exceed the memory, QueueFullError, and RuntimeError after ``close``.
-        """
+        """Queue a new request; raise ValueError beyond the memory, QueueFullError, or RuntimeError after ``close``."""
         batch = self._batch
         sizes = batch.needs(request), batch.tokens(request), batch.drafting(request)
         scheduled = ScheduledRequest(request, tenant, on_commit, on_end, deadline, *sizes)

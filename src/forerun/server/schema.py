@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -24,9 +25,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from forerun.server.api_errors import ApiError
-from forerun.server.field_errors import validation_error
 from forerun.server.tenants import NAMESPACE_PATTERN
-from forerun.server.tolerance import Notes, content_text, requested
+from forerun.server.tolerance import NEUTRAL, Notes, content_text, requested
 
 MAX_CHOICES = 128
 """Answers per prompt; OpenAI's limit."""
@@ -37,6 +37,8 @@ MAX_STOPS = 64
 """Stop strings or tokens of a request. Each string is searched for in all new text."""
 MIN_TEMPERATURE = 1e-6
 """Logits divided by less may overflow a float32."""
+LISTED_FAULTS = 8
+"""Maximum faults in one error."""
 
 
 def one_error(message: str) -> WrapValidator:
@@ -136,13 +138,46 @@ class StrictModel(BaseModel):
             return cls.model_validate(given, context=notes)
         except ValidationError as error:
             faults = error.errors(include_url=False, include_context=False, include_input=False)
-            names = functools.partial(field_names, asked or cls)
-            raise validation_error(faults, names, asked.chat_names if asked else {}) from None
+            raise _validation_error(faults, asked or cls, asked.chat_names if asked else {}) from None
+
+
+def _validation_error(errors: Sequence[Any], model: type[BaseModel], renamed: Mapping[str, str]) -> ApiError:
+    """Merge pydantic's errors about a request, with ``renamed`` fields; ``param`` and ``code`` are the first one's.
+
+    The message repeats only field names of the client's, and suggests the nearest known name for an unknown field.
+    """
+    errors = [{**each, "loc": tuple(renamed.get(str(part), part) for part in each["loc"])} for each in errors]
+    first = errors[0]
+    code = "unsupported" if first["type"] in ("unsupported", "extra_forbidden") else "invalid_value"
+    message = "; ".join(_fault(each, model) for each in errors[:LISTED_FAULTS])
+    if len(errors) > LISTED_FAULTS:
+        message += f"; and {len(errors) - LISTED_FAULTS} more fields are wrong"
+    # a check of several fields has no location, and is named after the one to change
+    named = first["type"] if first["type"] in _own_names(model) | _inner_names(model) else None
+    return ApiError(400, message, code, ".".join(map(str, first["loc"])) or named)
+
+
+def _fault(error: Any, model: type[BaseModel]) -> str:
+    message, place = str(error["msg"]), error["loc"]
+    if error["type"] == "extra_forbidden":
+        names = _inner_names(model) if len(place) > 1 else _own_names(model)
+        near = get_close_matches(str(place[-1])[:64], sorted(names), 1)
+        message = f"there is no such field; did you mean {near[0]}?" if near else "there is no such field"
+        if len(place) == 1 and place[0] in NEUTRAL:
+            message = "it is not supported; leave it out"
+    message = message[:1].lower() + message[1:]
+    return f"{'.'.join(map(str, place))}: {message}" if place else message
 
 
 @functools.cache
 def _own_names(model: type[BaseModel]) -> frozenset[str]:
     return frozenset(each.alias or name for name, each in model.model_fields.items())
+
+
+@functools.cache
+def _inner_names(model: type[BaseModel]) -> frozenset[str]:
+    parts = model.model_json_schema().get("$defs", {}).values()
+    return frozenset(name for part in parts for name in part.get("properties", ()))
 
 
 class StreamOptions(StrictModel):
@@ -326,12 +361,3 @@ class DetokenizeRequest(StrictModel):
 
     model: str | None = None
     tokens: Annotated[list[Token], FAIL_FAST]
-
-
-@functools.cache
-def field_names(model: type[BaseModel], nested: bool = False) -> frozenset[str]:
-    """Return the names of a request's fields, or of those inside them."""
-    if not nested:
-        return _own_names(model)
-    parts = model.model_json_schema().get("$defs", {}).values()
-    return frozenset(name for part in parts for name in part.get("properties", ()))

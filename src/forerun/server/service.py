@@ -84,10 +84,7 @@ class Service:
         self.scheduler.close(patience)
 
     async def call(self, body: GenerationBody, tenant: str, number: str, held: HeldBytes) -> Call:
-        """Prepare an answer without blocking the event loop, cheap checks first; raise ApiError for a wrong request.
-
-        ``held`` then includes the maximum size of its log-probabilities.
-        """
+        """Prepare an answer; raise ApiError for a wrong request. ``held`` then includes its log-probabilities."""
         arrived = time.monotonic()
         self.check_model(body.model)
         self._check_cheap(body)
@@ -193,7 +190,6 @@ class Service:
         return self._dispatcher
 
     def _check_cheap(self, body: GenerationBody) -> None:
-        """Check the fields that need no tokens of the prompt."""
         places = self.scheduler.limits.rows + self.scheduler.limits.waiting
         if body.answers > places:
             message = f"the prompts and n need {body.answers} answers; this server has places for {places}"

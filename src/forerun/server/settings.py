@@ -99,7 +99,6 @@ class ServerSettings(BaseSettings):
 
     @property
     def served_name(self) -> str:
-        """Return the model's name for clients."""
         return self.name or Path(self.model).name
 
     @property
@@ -108,15 +107,11 @@ class ServerSettings(BaseSettings):
         return None if self.api_keys and not self.allowed_hosts else (self.host, *self.allowed_hosts)
 
     def tenant_keys(self) -> ApiKeys:
-        """Make the index of tenants by their keys, with the errors of ``ApiKeys``."""
         admin = None if self.admin_key is None else self.admin_key.get_secret_value()
         return ApiKeys([key.get_secret_value() for key in self.api_keys], admin)
 
     def tiers(self, device: torch.device) -> KVMemory | None:
-        """Return the limits of all tiers of keys and values, by default fractions of free memory.
-
-        None if there is only the device. Raises OSError if the folder is not writable.
-        """
+        """Return the limits of all tiers of keys and values, or None for the device alone; raise as ``free_disk``."""
         if self.kv_memory is None or (self.kv_host_memory is None and self.kv_folder is None):
             return None
         cpu = torch.device("cpu")
@@ -130,12 +125,10 @@ class ServerSettings(BaseSettings):
         return KVMemory(here, int(host), self.kv_folder, file=file)
 
     def limits(self, device: torch.device) -> SchedulerLimits:
-        """Return the scheduler's limits."""
         memory = self.kv_memory or self._part(FREE_MEMORY_FRACTION, free_memory(device), device)
         return SchedulerLimits(int(memory), self.rows, self.waiting, self.step, max(1, len(self.api_keys)))
 
     def prefix_limit(self, device: torch.device) -> int:
-        """Return the bytes for kept prefixes."""
         if self.prefix_cache is not None:
             return int(self.prefix_cache)
         return self._part(PREFIX_FRACTION, free_memory(device), device)
@@ -148,8 +141,7 @@ class ServerSettings(BaseSettings):
 def read_settings(flags: Mapping[str, Any], file: Path | None = None) -> ServerSettings:
     """Read settings from flags, the environment and a TOML file, in this order.
 
-    Raises ValueError for wrong settings, without values, which may be keys; for a file that is not TOML; and for a
-    variable named like a flag instead of its setting.
+    Raises ValueError for a wrong file, setting or variable. Its message has no values, which may be keys.
     """
     in_file = {} if file is None else tomllib.loads(file.read_text("utf-8"))
     in_environment = {name.upper() for name in os.environ}

@@ -14,10 +14,7 @@ NAMESPACE_PATTERN = r"^[A-Za-z0-9._-]{1,64}$"
 
 
 class ApiKeys:
-    """Digests of the tenants' keys, and of the ``admin`` key, which belongs to no tenant.
-
-    Raises ValueError for a key that is empty, repeated, or unfit for a header.
-    """
+    """Digests of the tenants' keys and of an admin key; raises ValueError for an empty, repeated or invalid key."""
 
     def __init__(self, keys: Sequence[str] = (), admin: str | None = None) -> None:
         every = [*keys, *([] if admin is None else [admin])]

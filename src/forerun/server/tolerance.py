@@ -19,7 +19,6 @@ MAX_TURNS = 4096
 """Turns of a conversation. Checking and rendering this many costs a tenth of a second."""
 MAX_TOOLS = 512
 MAX_NOTES = 16
-"""Maximum notes on one request."""
 HINTS = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
