@@ -96,9 +96,11 @@ class FairShare:
 
     @property
     def used(self) -> int:
+        """Return the amount that all tenants use."""
         return sum(self._used.values())
 
     def used_by(self, tenant: str) -> int:
+        """Return the amount that a tenant uses."""
         return self._used[tenant]
 
     def share(self, tenant: str) -> float:
@@ -154,6 +156,7 @@ class Admission:
 
     @property
     def waiting(self) -> int:
+        """Return the number of waiting requests."""
         return sum(map(len, self._queues.values()))
 
     @property
@@ -188,10 +191,7 @@ class Admission:
             raise QueueFullError(self.waiting, self.retry_after(tenant))
 
     def add(self, request: ScheduledRequest) -> ScheduledRequest | None:
-        """Enqueue a request; return the newest request of the tenant furthest beyond its share if that lost its place.
-
-        Raises QueueFullError if all places are occupied and no other tenant is beyond its share.
-        """
+        """Enqueue a request; return the one that loses its place to it, if any. Raise QueueFullError if none does."""
         displaced, tenant = None, request.tenant
         starts = self._free_rows > 0 and self._rows.allows(tenant, 1 + self._starting_next) and self._has_room(request)
         if not starts and not self._places.allows(tenant, 1):
@@ -207,11 +207,7 @@ class Admission:
         return displaced
 
     def next(self) -> ScheduledRequest | None:
-        """Start and return the next request, or None if none may start.
-
-        A tenant is passed over while there is no room beyond its share. No request overtakes one that waits for
-        memory, so that a large one does not starve.
-        """
+        """Start and return the next request, or None; no request overtakes one that waits for memory."""
         for tenant in sorted(self._queues, key=self._served.__getitem__):
             request = self._queues[tenant][0]
             room, allowed = self._has_room(request), self._memory.allows(tenant, request.needs)

@@ -48,10 +48,7 @@ class Delta:
 
 
 class StopStrings:
-    """A filter that ends text before the first complete stop string: ``found``, the longest of several at once.
-
-    Characters that may begin a stop string are held back.
-    """
+    """A filter that ends text before the first complete stop string, ``found``, and holds back what may begin one."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = strings
@@ -64,7 +61,7 @@ class StopStrings:
         text = self._pending + text
         found = [(at + len(string), at, string) for string in self._strings if (at := text.find(string)) >= 0]
         if found:
-            _, cut, self.found = min(found)
+            _, cut, self.found = min(found)  # of several that end together, the longest
         else:
             cut = len(text) - max((self._overlap(text, each) for each in self._strings), default=0)
         self._pending = "" if found else text[cut:]
@@ -135,20 +132,14 @@ class AnswerText:
 class LogprobStreamer:
     """A stream of each token's log-probability, with the characters in which the token begins.
 
-    It includes an echoed ``prompt``, whose characters are ``echoed`` and may contain special tokens, and leaves out
-    tokens that end an answer or begin after a stop string. Without ``continues``, nothing follows the prompt.
+    It includes the ``prompt`` of an ``echo``, which may contain special tokens, and leaves out tokens that end an
+    answer or begin after a stop string.
     """
 
     def __init__(
-        self,
-        spell: TokenBytes,
-        request: Request,
-        ends: frozenset[int],
-        prompt: Sequence[int] = (),
-        echoed: str = "",
-        continues: bool = True,
+        self, spell: TokenBytes, request: Request, ends: frozenset[int], echo: Echo | None, prompt: Sequence[int]
     ) -> None:
-        self._text, self._continues = echoed, continues
+        self._text, _, self._continues = echo or Echo("", 0)
         self._spell, self._request, self._ends = spell, request, ends
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending: deque[TokenLogprob] = deque()
@@ -197,10 +188,7 @@ class LogprobStreamer:
 
 
 def prompt_trace(request: Request, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    """Trace how much of a prompt was cached, and where it differs from the most similar one kept in its namespace.
-
-    The cached part ends there or a little earlier.
-    """
+    """Trace how much of a prompt was cached, and where it differs from the most similar one kept in its namespace."""
     trace: dict[str, Any] = {"tokens": request.prompt_length, "cached": request.cached_tokens}
     if (broken := request.prefix_break) is not None:
         trace["differs_at"] = broken.position
@@ -211,8 +199,7 @@ def prompt_trace(request: Request, decode: Callable[[Sequence[int]], str]) -> di
 def step_trace(commit: Commit, texts: Sequence[str], shared: bool = False) -> dict[str, Any]:
     """Trace a step whose tokens added ``texts``; the first step's seconds include prefill.
 
-    If tenants draft from each other's outputs (``shared``), sources and counts are left out: they would reveal others'
-    answers.
+    If tenants share drafts (``shared``), sources and counts are left out: they would reveal others' answers.
     """
     tokens: list[dict[str, Any]] = [
         {"id": token, "text": text, "source": None if shared else Origin(origin).word}

@@ -11,7 +11,6 @@ from starlette.responses import Response
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 """OpenAI's error types by status; others are ``invalid_request_error`` below 500, and ``server_error``."""
 ANTHROPIC_ADDRESS = "/v1/messages"
-"""Prefix of Anthropic's addresses."""
 ANTHROPIC_ERRORS = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",

@@ -27,7 +27,7 @@ from forerun.engine.engine import Engine
 from forerun.server.admission import SchedulerLimits
 from forerun.server.api_errors import ApiError, invalid
 from forerun.server.bodies import BodyReader
-from forerun.server.calls import Call, ClientGoneError
+from forerun.server.calls import Call
 from forerun.server.chat_schema import ChatRequest, GenerationBody, TokenizeRequest, TranslatedRequest
 from forerun.server.index_files import restore_index
 from forerun.server.messages_api import CountTokensRequest, MessagesFormat, MessagesRequest
@@ -45,8 +45,6 @@ log = logging.getLogger(__name__)
 AnyFormat = ReplyFormat | ResponsesFormat | MessagesFormat
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Keep proxies from buffering a stream."""
-CLOSING = (503, "the server is closing and has cancelled the request", "closing")
-"""Arguments of an ``ApiError`` for a cancelled request, unless its client has gone."""
 PING = ": ping\n\n"
 """A comment that keeps silent streams open."""
 PIECE_BYTES = 1 << 16
@@ -201,8 +199,6 @@ class _WholeResponse(Response):
             async for delta in self._call:
                 if delta is not None:
                     self._form.add(delta)
-        except ClientGoneError:
-            raise ApiError(*CLOSING) from None
         finally:
             self._call.cancel()
             self._watcher.cancel()
@@ -226,8 +222,6 @@ async def _events(call: Call, form: AnyFormat, watcher: asyncio.Task[None]) -> A
             yield end
     except ApiError as error:
         yield form.error(error)
-    except ClientGoneError:
-        yield form.error(ApiError(*CLOSING))
     except Exception:
         log.exception("call %s failed", call.number)
         yield form.error(SERVER_FAILED)

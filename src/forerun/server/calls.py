@@ -162,10 +162,7 @@ class Call:
                 self._scheduler.cancel(scheduled)
 
     async def __aiter__(self) -> AsyncIterator[Delta | None]:
-        """Yield each row's new text, and None after each ``PING_SECONDS`` without any.
-
-        Raises ApiError if the server or the schema failed, or time ran out; ClientGoneError if cancelled.
-        """
+        """Yield new text, or None after ``PING_SECONDS`` without any; raise ApiError if it fails or is cancelled."""
         left, clock = len(self.rows), asyncio.get_running_loop().time
         sent = clock()
         while left:
@@ -207,7 +204,16 @@ class Call:
 
     @property
     def usage(self) -> Json:
-        return _usage(self.rows, self._prompts)
+        rows, each = self.rows, len(self.rows) // self._prompts  # ordered by prompt
+        read = sum(row.request.prompt_length + row.answer.echoed for row in rows) // each
+        written = sum(len(row.request.generated) - row.answer.echoed for row in rows if row.answer.continues)
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": written,
+            "total_tokens": read + written,
+            "prompt_tokens_details": {"cached_tokens": sum(row.request.cached_tokens for row in rows[::each])},
+            "completion_tokens_details": {"reasoning_tokens": sum(row.reasoning_tokens for row in rows)},
+        }
 
     def _step(self, index: int, commit: Commit) -> list[Delta]:
         row = self.rows[index]
@@ -259,19 +265,6 @@ class Call:
         self._events.put_nowait((index, what))
 
 
-def _usage(rows: Sequence[AnswerRow], prompts: int) -> Json:
-    read = sum(row.request.prompt_length + row.answer.echoed for row in rows) // (len(rows) // prompts)
-    written = sum(len(row.request.generated) - row.answer.echoed for row in rows if row.answer.continues)
-    cached = sum(row.request.cached_tokens for row in rows[:: len(rows) // prompts])
-    return {
-        "prompt_tokens": read,
-        "completion_tokens": written,
-        "total_tokens": read + written,
-        "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {"reasoning_tokens": sum(row.reasoning_tokens for row in rows)},
-    }
-
-
 def _speculation(stats: Stats) -> Json:
     return {
         "steps": stats.steps,
@@ -298,8 +291,11 @@ def _speculative_metrics(stats: Stats, budget: int) -> Json:
     return {"speculative_decoding": figures}
 
 
-class ClientGoneError(Exception):
-    """The client has gone, or the server closes."""
+class ClientGoneError(ApiError):
+    """The client has gone, or the server closes and tells it so."""
+
+    def __init__(self) -> None:
+        super().__init__(503, "the server is closing and has cancelled the request", "closing")
 
 
 def _kv_failure(error: OffloadError, number: str) -> ApiError:

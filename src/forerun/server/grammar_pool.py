@@ -48,10 +48,7 @@ class GrammarPool:
         self._closed = False
 
     async def prepare(self, response_format: Any, tenant: str, namespace: str) -> None:
-        """Compile the grammar of a response format, unless it has none or is compiled already.
-
-        Raises SchemaError as ``Grammars.of``, or for too much time or memory; ApiError for too many schemas.
-        """
+        """Compile a response format's grammar; raise SchemaError if it is wrong or costly, ApiError for too many."""
         if response_format is None or response_format["type"] in ("text", "json_object"):
             return
         source = await asyncio.to_thread(grammar_source, response_format)

@@ -149,10 +149,7 @@ def _health_alone(app: Any) -> Any:
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn that ends with the scheduler: a client whose request is cancelled gets an error.
-
-    Running requests have ``patience`` seconds to end. With ``page``, the log names the page's address.
-    """
+    """uvicorn that ends with the scheduler. Running requests have ``patience`` seconds; cancelled ones get an error."""
 
     def __init__(self, app: FastAPI, patience: float, connections: int, page: bool = False) -> None:
         config = uvicorn.Config(
@@ -192,10 +189,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def bound_sockets(host: str, port: int) -> list[socket.socket]:
-    """Bind sockets on all addresses of a host, without listening; port 0 is any free one.
-
-    Raises OSError, before a model is loaded, for a busy port or another computer's host.
-    """
+    """Bind sockets on all addresses of a host, without listening; port 0 is any free one. Raise OSError if busy."""
     sockets: list[socket.socket] = []
     with ExitStack() as opened:
         try:

@@ -23,7 +23,7 @@ from forerun.decoding.recipes import trie_of
 from forerun.engine.engine import Engine
 from forerun.models.text.prompts import vocabulary_of
 from forerun.server.settings import ServerSettings
-from forerun.server.tenants import NAMESPACE_PATTERN, drafting_namespace
+from forerun.server.tenants import NAMESPACE_PATTERN, full_namespace
 from forerun.server.warm_prompts import JSON_LINES_SUFFIXES, is_prompt, json_rows, text_lines, warm_prompts
 from forerun.trie.autosave import AutoSaver
 from forerun.trie.trie import Trie
@@ -51,10 +51,7 @@ class Passage:
 
 
 def check_files(files: Iterable[Path], namespaces: int) -> None:
-    """Read all files through; ``namespaces`` is the maximum per tenant.
-
-    Raises ValueError, with file and line, for a wrong line, too many namespaces, or a file without text or prompts.
-    """
+    """Read all files; raise ValueError, with file and line, for a wrong line, no content, or too many namespaces."""
     names: set[str] = set()
     for file in files:
         empty = True
@@ -80,10 +77,7 @@ def passages(file: Path) -> Iterator[Passage]:
 
 
 def restore_index(engine: Engine, settings: ServerSettings, tenants: Sequence[str]) -> AutoSaver | None:
-    """Limit an engine's index, fill it from its folder and from files for all tenants; return a saver for the folder.
-
-    Raises ValueError for a folder or a file that is wrong, or for either without an index to fill.
-    """
+    """Limit an engine's index, fill it from its folder and files; return a saver; raise ValueError for wrong ones."""
     trie, tokenizer = _trie(engine, settings), engine.tokenizer
     if trie is None:
         return None
@@ -129,7 +123,7 @@ def _fill(
             break
         encoded = tokenizer(passage.text, add_special_tokens=False, verbose=False)
         tokens = np.array(encoded["input_ids"], np.int64)
-        for name in dict.fromkeys(drafting_namespace(each, passage.namespace, settings.share) for each in tenants):
+        for name in dict.fromkeys(full_namespace(each, passage.namespace, settings.share) for each in tenants):
             if _digest_of(tokens) not in known.get(name, ()):
                 trie.warm(name, [tokens])
                 changed.add(name)

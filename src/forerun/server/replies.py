@@ -101,6 +101,7 @@ class ReplyFormat(AnswerFormat, ABC):
         return [*last, "data: [DONE]\n\n"]
 
     def error(self, error: ApiError) -> str:
+        """Format an error that ends a stream."""
         return event(error.body)
 
     def add(self, delta: Delta) -> None:

@@ -150,8 +150,8 @@ def _add_item(messages: list[Json], item: Json, where: str, notes: Notes) -> Non
     kind = item.get("type", "message")
     if kind == "message":
         turn = {"role": item.get("role"), "content": content_text(item.get("content"), f"{where}.content", notes)}
-        if turn["role"] == "assistant" and _is_thought(messages):
-            turn = messages.pop() | turn
+        if turn["role"] == "assistant" and messages and messages[-1].keys() == {"role", "content", "reasoning_content"}:
+            turn = messages.pop() | turn  # that is reasoning that still lacks its answer
         messages.append(turn)
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or ""
@@ -204,11 +204,6 @@ def _past_call(item: Json, kind: str) -> Json:
         return function_call(item.get("call_id"), item.get("name"), custom_arguments(item.get("input")))
     given = {name: value for name, value in item.items() if name not in OWN_FIELDS}
     return function_call(item.get("call_id"), kind.removesuffix("_call"), json.dumps(given, ensure_ascii=False))
-
-
-def _is_thought(messages: list[Json]) -> bool:
-    """Return whether the last turn is reasoning that still lacks its answer."""
-    return bool(messages) and messages[-1].keys() == {"role", "content", "reasoning_content"}
 
 
 class ResponsesFormat(BlockFormat):

@@ -116,6 +116,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
+        """Return whether requests run or wait."""
         with self._changed:
             return bool(self.running or self.waiting)
 
@@ -165,7 +166,8 @@ class Scheduler:
                 self._batch.close()
                 return
             began, stepping = time.perf_counter(), self.engine.step_seconds.total
-            self._end_cancelled()
+            while self._cancelled:
+                self._end(self._cancelled.popleft(), "cancelled")
             self._end_late()
             self._admit()
             if self.running:
@@ -183,10 +185,6 @@ class Scheduler:
         beside = STEPS_BESIDE if self.limits.tenants == 1 else MAX_SLOWDOWN
         pacing = PrefillPacing(beside=beside) if self.engine.exactness.level == "bitwise" else None
         return self.engine.batch(self.limits.step, offloaded_chunks=OFFLOADED_CHUNKS, pacing=pacing)
-
-    def _end_cancelled(self) -> None:
-        while self._cancelled:
-            self._end(self._cancelled.popleft(), "cancelled")
 
     def _end_late(self) -> None:
         now = time.monotonic()

@@ -1,7 +1,4 @@
-"""Fields that all requests share, and requests to OpenAI's ``/v1/completions``.
-
-``tolerance.py`` removes fields that may be ignored; any other unknown field is refused.
-"""
+"""Fields that all requests share, and requests to OpenAI's ``/v1/completions``."""
 
 from __future__ import annotations
 
@@ -31,14 +28,12 @@ from forerun.server.tolerance import NEUTRAL, Notes, content_text, requested
 MAX_CHOICES = 128
 """Answers per prompt; OpenAI's limit."""
 MAX_BIASES = 1024
-"""Tokens of a request that may have a bias."""
 SEED_LIMIT = 2**63
 MAX_STOPS = 64
 """Stop strings or tokens of a request. Each string is searched for in all new text."""
 MIN_TEMPERATURE = 1e-6
 """Logits divided by less may overflow a float32."""
 LISTED_FAULTS = 8
-"""Maximum faults in one error."""
 
 
 def one_error(message: str) -> WrapValidator:

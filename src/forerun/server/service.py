@@ -36,7 +36,7 @@ from forerun.server.prompt_encoder import EncodedPrompt, PromptEncoder
 from forerun.server.scheduler import Scheduler
 from forerun.server.schema import CompletionRequest, Extension
 from forerun.server.settings import ServerSettings
-from forerun.server.tenants import drafting_namespace, private_namespace
+from forerun.server.tenants import full_namespace
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -98,7 +98,7 @@ class Service:
             if _scores_prompt(body):
                 nbytes += _hold_logprobs(held, body, sum(len(prompt.ids) for prompt in prompts) * (body.n or 1))
             response_format = await asyncio.to_thread(self._response_format, body, prompts[0].text or "")
-            await self.grammars.prepare(response_format, tenant, private_namespace(tenant, body.forerun.namespace))
+            await self.grammars.prepare(response_format, tenant, full_namespace(tenant, body.forerun.namespace))
             requests = await asyncio.to_thread(self._requests, body, tenant, prompts, response_format)
         except SchemaError as error:
             raise invalid("response_format" if body.format is not None else "tools", str(error)) from error
@@ -108,7 +108,9 @@ class Service:
         rows = [self._row(body, *pair, arrived) for pair in zip(requests, each_prompt, strict=True)]
         shared = self.settings.share and requests[0].drafts
         options = (len(prompts), self.engine.budget, body.forerun.trace, shared, nbytes)
-        return Call(self.scheduler, rows, number, self._loop_dispatcher(), *options)
+        if self._dispatcher is None or self._dispatcher.loop is not asyncio.get_running_loop():
+            self._dispatcher = LoopDispatcher(asyncio.get_running_loop())
+        return Call(self.scheduler, rows, number, self._dispatcher, *options)
 
     async def in_turn(self, tenant: str, job: Callable[..., Result], *given: Any) -> Result:
         """Run a job in a thread, one per tenant at a time, so that no tenant waits for all of another's."""
@@ -127,11 +129,10 @@ class Service:
             raise invalid(field, f"{field} has {largest}; this model has tokens from 0 to {words - 1}")
 
     def _row(self, body: GenerationBody, request: Request, prompt: EncodedPrompt, arrived: float) -> AnswerRow:
-        scored = _scores_prompt(body)
         echo = None
         if isinstance(body, CompletionRequest) and body.echo:
             text = self.tokenizer.decode(prompt.ids) if prompt.text is None else prompt.text
-            echo = Echo(text, len(prompt.ids) - 1 if scored else 0, body.max_tokens != 0)
+            echo = Echo(text, len(prompt.ids) - 1 if _scores_prompt(body) else 0, body.max_tokens != 0)
         parser, keep = None, frozenset[int]()
         hidden = frozenset(body.stop_token_ids)
         if isinstance(body, ChatRequest):
@@ -142,8 +143,7 @@ class Service:
                 parser = MessageParser(self.tokenizer, self.form, template, prompt.text or "", tools, body.parallel)
         logprobs = None
         if body.alternatives is not None:
-            echoed = (prompt.ids, echo.text) if scored and echo is not None else ((), "")
-            logprobs = LogprobStreamer(self._bytes, request, self._ends_of(body), *echoed, body.max_tokens != 0)
+            logprobs = LogprobStreamer(self._bytes, request, self._ends_of(body), echo, prompt.ids if echo else ())
         if not body.skip_special_tokens:
             hidden = self._ends_of(body) - keep
             keep |= frozenset(self.form.special.values())
@@ -183,12 +183,6 @@ class Service:
         """Return the deadline, by ``time.monotonic``, of a call that starts now."""
         return None if self.settings.timeout is None else time.monotonic() + self.settings.timeout
 
-    def _loop_dispatcher(self) -> LoopDispatcher:
-        loop = asyncio.get_running_loop()
-        if self._dispatcher is None or self._dispatcher.loop is not loop:
-            self._dispatcher = LoopDispatcher(loop)
-        return self._dispatcher
-
     def _check_cheap(self, body: GenerationBody) -> None:
         places = self.scheduler.limits.rows + self.scheduler.limits.waiting
         if body.answers > places:
@@ -217,10 +211,9 @@ class Service:
     ) -> list[Request]:
         """Make ``n`` requests per prompt, ordered by prompt."""
         name, scored = body.forerun.namespace, _scores_prompt(body)
-        private = private_namespace(tenant, name)
         options: dict[str, Any] = {
-            "namespace": private,
-            "drafts_from": private if scored else drafting_namespace(tenant, name, self.settings.share),
+            "namespace": full_namespace(tenant, name),
+            "drafts_from": full_namespace(tenant, name, self.settings.share and not scored),
             "budget": self._budget(body.forerun),
             "logprobs": body.alternatives,
             "response_format": response_format,

@@ -32,9 +32,8 @@ class StepPlan(NamedTuple):
 class StepShares:
     """A planner of steps with rows of several tenants.
 
-    If another token costs little, as where loading weights limits large models, all rows step together. If every token
-    costs as much as the first, a tenant's rows take turns: it has no more tokens in a step than the tenant with the
-    fewest.
+    If another token costs little, as in large models, all rows step together. If every token costs as much as the
+    first, a tenant's rows take turns: it has no more tokens in a step than the tenant with the fewest.
     """
 
     def __init__(self) -> None:

@@ -28,6 +28,7 @@ class ApiKeys:
 
     @property
     def tenants(self) -> list[str]:
+        """Return the names of all tenants."""
         return [_tenant_name(digest) for digest in self._digests] or [ONLY_TENANT]
 
     def tenant(self, authorization: bytes | None) -> str | None:
@@ -47,13 +48,8 @@ class ApiKeys:
         return hmac.compare_digest(self._admin, _given(authorization))
 
 
-def private_namespace(tenant: str, name: str) -> str:
-    """Return the namespace of one tenant."""
-    return f"{tenant}/{name}"
-
-
-def drafting_namespace(tenant: str, name: str, share: bool) -> str:
-    """Return the namespace that keeps outputs and supplies drafts; with ``share``, one for all tenants."""
+def full_namespace(tenant: str, name: str, share: bool = False) -> str:
+    """Return the engine's name of a tenant's namespace; with ``share``, of one for all tenants."""
     return f"{SHARED_TENANT if share else tenant}/{name}"
 
 

@@ -81,22 +81,15 @@ class Notes(list[str]):
 
 def requested(given: Mapping[str, Any], known: Collection[str]) -> Json:
     """Return the fields of a request that have an effect; those not ``known`` stay, to be refused."""
-
-    def stays(name: str, value: Any) -> bool:
-        if name in known:
-            return value is not None
-        return name not in HINTS and not is_neutral(name, value)
-
-    return {name: value for name, value in given.items() if stays(name, value)}
+    ignored = {name for name in given.keys() - known if name in HINTS or is_neutral(name, given[name])}
+    ignored |= {name for name in known if given.get(name) is None}
+    return {name: value for name, value in given.items() if name not in ignored}
 
 
 def is_neutral(name: str, value: Any) -> bool:
     """Return whether a value does not request a missing feature."""
-    if name not in NEUTRAL:
-        return False
-    return value is None or any(
-        value == each and isinstance(value, bool) == isinstance(each, bool) for each in NEUTRAL[name]
-    )
+    neutral = [(each, isinstance(each, bool)) for each in NEUTRAL.get(name, ())]  # True equals 1
+    return name in NEUTRAL and (value is None or (value, isinstance(value, bool)) in neutral)
 
 
 def bounded(entries: Any, where: str, most: int) -> Any:
@@ -238,10 +231,7 @@ def custom_input(arguments: str) -> str:
 
 
 def function_tools(tools: Any, function: Callable[[Json], Json | None], notes: Notes, where: str = "tools") -> Any:
-    """Convert a list of tools by ``function``, leaving out those that other servers run, for which it returns None.
-
-    Raises ApiError for too many tools, or one without a type.
-    """
+    """Convert tools by ``function``, leaving out those for which it returns None: they run elsewhere."""
     if not isinstance(bounded(tools, where, MAX_TOOLS), list):
         return tools
     kept = []

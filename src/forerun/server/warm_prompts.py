@@ -1,7 +1,4 @@
-"""Prefill prompts, such as a system prompt and tools, in the background before clients send them.
-
-They are JSON lines with ``messages`` in the files to start with, each like the body of a chat.
-"""
+"""Prefill prompts before clients send them: JSON lines with ``messages``, each like the body of a chat."""
 
 from __future__ import annotations
 
