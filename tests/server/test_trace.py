@@ -53,16 +53,16 @@ def test_a_traced_stream_says_who_drafted_each_token_of_its_text(engine, server,
     assert request.prompt_length == whole["usage"]["prompt_tokens"]
 
 
-def test_where_answers_are_shared_nothing_is_told_of_drafts(engine, servers):
-    servers.append(LiveServer(engine, SchedulerLimits(1 << 30), drafter="trie", share=True))
+def test_where_answers_are_shared_nothing_is_told_of_drafts(engine, serve):
+    one = serve(engine, SchedulerLimits(1 << 30), drafter="trie", share=True)
     body = {**asked(trace=True), "stream_options": {"include_usage": True}}
-    chunks = streamed(servers[0], body)
+    chunks = streamed(one, body)
     for said in (chunk["forerun"] for chunk in chunks if "forerun" in chunk):
         assert said["drafted"] is said["accepted"] is None
         assert {token["source"] for token in said["tokens"]} == {None}
     assert "forerun" not in chunks[-1]["usage"] and "metrics" not in chunks[-1]
     body["forerun"]["drafter"] = "none"  # it is drafted from nothing
-    assert streamed(servers[0], body)[-1]["usage"]["forerun"]["drafted"] == 0
+    assert streamed(one, body)[-1]["usage"]["forerun"]["drafted"] == 0
 
 
 def test_padded_chunks_have_one_of_a_few_sizes(server):
@@ -100,38 +100,8 @@ def test_a_budget_bounds_drafts_and_changes_no_text(server):
     assert served["choices"] == server.post(asked()).json()["choices"]
 
 
-@pytest.mark.parametrize(("wrong", "param", "told"), [
-    ({"drafter": "auto"}, "forerun.drafter", "this server has trie, none"),
-    ({"budget": 17}, "forerun.budget", "16"), ({"budget": -1}, "forerun.budget", "0"),
-    ({"budget": 1.5}, "forerun.budget", "integer"), ({"trace": True}, "trace", "for streams"),
-    ({"trac": True}, "forerun.trac", "no such field"),
-])  # fmt: skip
-def test_what_this_server_does_not_offer_is_refused(server, wrong, param, told):
-    answer = server.post(asked(**wrong))
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == param and told in answer.json()["error"]["message"]
-
-
 def test_the_model_says_what_a_client_may_ask_for(server):
     (model,) = server.http.get("/v1/models").json()["data"]
     assert model["forerun"] == {
         "drafters": ["trie", "none"], "budget": 16, "max_tokens": 4096, "chat": False, "exactness": "bitwise"
     }  # fmt: skip
-
-
-def test_a_traced_stream_of_a_request_that_fails_ends_with_the_error(engine, servers):
-    servers.append(LiveServer(engine, SchedulerLimits(1 << 30), drafter="trie"))
-    submit = servers[0].scheduler.submit
-
-    def failing(request: Any, *given: Any) -> Any:
-        def stopping(ids: Any) -> bool:
-            if len(request.generated) > 3:
-                raise RuntimeError("in the test")
-            return False
-
-        request.stopping = stopping
-        return submit(request, *given)
-
-    servers[0].scheduler.submit = failing
-    lines = servers[0].post({**asked(trace=True), "stream": True}).text.split("\n\n")
-    assert lines[-1] == "" and json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "failed"
