@@ -8,7 +8,9 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -101,6 +103,22 @@ def narrow(patch: pytest.MonkeyPatch, buffer: int | None = None) -> None:
         made(connection, transport)
 
     patch.setattr(BoundedConnection, "connection_made", connect)
+
+
+def reader(server: LiveServer, buffer: int, **asked: Any) -> socket.socket:
+    """A client that has asked for much and reads little at a time."""
+    one = socket.socket()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    one.connect(("127.0.0.1", server.port))
+    told = json.dumps({**ASKED, "logprobs": 5, "temperature": 1, **asked})
+    one.sendall(head(len(told)) + told.encode())
+    return one
+
+
+@contextmanager
+def clients(server: LiveServer, count: int) -> Iterator[list[socket.socket]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(connected(server)) for _ in range(count)]
 
 
 def error_in(said: bytes) -> Json:
@@ -297,31 +315,26 @@ def test_connections_beyond_the_limit_are_told_so(engine, serve):
 
 def test_a_server_tells_its_health_whatever_sends_bodies_that_do_not_come(engine, serve):
     one = serve(engine, connections=16)
-    flood = [connected(one) for _ in range(16 + 2 * RESERVED_CONNECTIONS)]
-    for each in flood:
-        each.sendall(head(100) + b"{")
-    for _ in range(3):
-        for address in (b"/health", b"/ready"):
+    with clients(one, 16 + 2 * RESERVED_CONNECTIONS) as flood:
+        for each in flood:
+            each.sendall(head(100) + b"{")
+        for address in (b"/health", b"/ready") * 3:
             with connected(one) as asking:
                 asking.sendall(b"GET " + address + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 assert heard(asking).startswith(b"HTTP/1.1 200")
-    for each in flood:
-        each.close()
 
 
 def test_one_address_leaves_connections_to_others(engine, serve):
     one = serve(engine, connections=16)
-    held = [connected(one) for _ in range(14)]
-    until(lambda: len(one.uvicorn.server_state.connections) == 14)
     asked = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
-    with connected(one) as again:
-        again.sendall(asked)
-        assert heard(again).startswith(b"HTTP/1.1 503")
-    with socket.create_connection(("127.0.0.1", one.port), source_address=("127.0.0.2", 0)) as another:
-        another.sendall(asked)
-        assert heard(another).startswith(b"HTTP/1.1 200")
-    for each in held:
-        each.close()
+    with clients(one, 14):
+        until(lambda: len(one.uvicorn.server_state.connections) == 14)
+        with connected(one) as again:
+            again.sendall(asked)
+            assert heard(again).startswith(b"HTTP/1.1 503")
+        with socket.create_connection(("127.0.0.1", one.port), source_address=("127.0.0.2", 0)) as another:
+            another.sendall(asked)
+            assert heard(another).startswith(b"HTTP/1.1 200")
 
 
 # --- bodies
@@ -472,13 +485,11 @@ def test_all_bodies_together_are_bounded(engine, serve, monkeypatch):
     monkeypatch.setattr(middleware, "BODIES_IN_MEMORY", 2)
     monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.2)
     one = serve(engine, request_bytes=1000)
-    waiting = [connected(one) for _ in range(3)]
-    for each in waiting:
-        each.sendall(head(1000) + b" " * 900)
-    said = heard(waiting[2])
+    with clients(one, 3) as waiting:
+        for each in waiting:
+            each.sendall(head(1000) + b" " * 900)
+        said = heard(waiting[2])
     assert said.startswith(b"HTTP/1.1 503") and error_in(said)["code"] == "too_many_bytes"
-    for each in waiting:
-        each.close()
     until(lambda: not one.uvicorn.server_state.tasks)
     assert one.post({**ASKED, "user": "x" * 800}).status_code == 200
 
@@ -487,11 +498,7 @@ def test_who_does_not_read_is_dropped(engine, serve, monkeypatch):
     narrow(monkeypatch, 4096)
     monkeypatch.setattr(http_server, "READING_SECONDS", 0.05)
     one = serve(engine)
-    with socket.socket() as deaf:
-        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        deaf.connect(("127.0.0.1", one.port))
-        told = json.dumps({**ASKED, "max_tokens": 2000, "n": 4, "stream": True, "logprobs": 5, "temperature": 1})
-        deaf.sendall(head(len(told)) + told.encode())
+    with reader(one, 2048, max_tokens=2000, n=4, stream=True):
         until(lambda: one.scheduler.running > 0)
         until(lambda: not one.uvicorn.server_state.connections)
         until(lambda: not one.scheduler.busy)
@@ -586,11 +593,7 @@ def test_who_reads_slowly_gets_the_whole_answer(engine, serve, monkeypatch):
     monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.1)
     monkeypatch.setattr(http_server, "READING_SECONDS", 0.1)
     one = serve(engine)
-    told = json.dumps({**ASKED, "max_tokens": 600, "logprobs": 5, "temperature": 1, "seed": 2})
-    with socket.socket() as slow:
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        slow.connect(("127.0.0.1", one.port))
-        slow.sendall(head(len(told)) + told.encode())
+    with reader(one, 4096, max_tokens=600, seed=2) as slow:
         answer = b""
         while not answer.endswith(b"}]}") and (part := slow.recv(2048)):
             answer += part
@@ -603,19 +606,16 @@ def test_who_reads_slowly_gets_the_whole_answer(engine, serve, monkeypatch):
 def test_who_has_no_key_takes_none_of_the_room_for_bodies(engine, serve, monkeypatch, address):
     monkeypatch.setattr(middleware, "BODIES_IN_MEMORY", 2)
     one = serve(engine, request_bytes=1000, api_keys=("key-of-a",))
-    strangers = [connected(one) for _ in range(4)]
-    for each in strangers:
-        line = f"POST {address} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n"
-        each.sendall(line.encode() + b" " * 999)
-        if address != "/health":
-            assert each.recv(12) == b"HTTP/1.1 401"
-    if address == "/health":
-        until(lambda: len(one.uvicorn.server_state.connections) >= 4)
-        time.sleep(0.1)
-    key = {"Authorization": "Bearer key-of-a"}
-    assert one.post({**ASKED, "max_tokens": 2}, headers=key).status_code == 200
-    for each in strangers:
-        each.close()
+    line, key = f"POST {address} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n", "Bearer key-of-a"
+    with clients(one, 4) as strangers:
+        for each in strangers:
+            each.sendall(line.encode() + b" " * 999)
+            if address != "/health":
+                assert each.recv(12) == b"HTTP/1.1 401"
+        if address == "/health":
+            until(lambda: len(one.uvicorn.server_state.connections) >= 4)
+            time.sleep(0.1)
+        assert one.post({**ASKED, "max_tokens": 2}, headers={"Authorization": key}).status_code == 200
 
 
 def test_a_body_that_is_parsed_is_dropped(engine, serve, monkeypatch):
@@ -645,15 +645,13 @@ def test_one_tenant_takes_no_more_than_half_of_the_room_for_bodies(engine, serve
     monkeypatch.setattr(middleware, "BODIES_IN_MEMORY", 4)
     monkeypatch.setattr(middleware, "RESERVED_BODIES", 2)
     one = serve(engine, request_bytes=1000, api_keys=("key-of-a", "key-of-b"))
-    flood = [connected(one) for _ in range(4)]
-    for each in flood:
-        each.sendall(head(1000, "Authorization: Bearer key-of-a") + b" " * 950)
-    refused = select.select(flood, [], [], PATIENCE)[0]  # any of the four
-    assert error_in(answered(refused[0]))["code"] == "too_many_bytes"
-    key = {"Authorization": "Bearer key-of-b"}
-    assert one.post({**ASKED, "user": "x" * 800}, headers=key).status_code == 200
-    for each in flood:
-        each.close()
+    with clients(one, 4) as flood:
+        for each in flood:
+            each.sendall(head(1000, "Authorization: Bearer key-of-a") + b" " * 950)
+        refused = select.select(flood, [], [], PATIENCE)[0]  # any of the four
+        assert error_in(answered(refused[0]))["code"] == "too_many_bytes"
+        key = {"Authorization": "Bearer key-of-b"}
+        assert one.post({**ASKED, "user": "x" * 800}, headers=key).status_code == 200
 
 
 def test_log_probabilities_are_bounded_before_any_work(engine, serve):

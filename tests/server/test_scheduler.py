@@ -333,16 +333,17 @@ def test_the_lock_is_free_while_a_prompt_is_admitted(servers):
     assert client.wait() == "finished" and free == [True]
 
 
-def test_what_cannot_be_handed_on_ends_nobody(servers):
-    def fail(request: Request) -> None:
-        raise LookupError("broken in the test")
+def test_a_client_or_a_listener_that_fails_stops_nobody(servers):
+    def fail(told: Any) -> None:
+        raise ConnectionResetError("broken in the test")
 
-    one = server(servers)
+    one, deaf, good, other = server(servers, rows=1), Client(), Client(), Client()
     one.scheduler._on_finished = fail
-    for _ in range(2):
-        client = Client()
-        one.submit(client)
-        assert client.wait() == "finished"
+    one.scheduler.submit(one.request(prompt(9)), fail, deaf.on_end)
+    ticket = one.scheduler.submit(one.request(prompt(9)), good.on_commit, fail)
+    one.submit(other)
+    assert (deaf.wait(), other.wait()) == ("cancelled", "finished")
+    assert ticket.ending == "finished" and len(good.tokens) == 12 and one.scheduler.ready
 
 
 def test_the_end_does_not_wait_for_a_step_without_end(monkeypatch):
@@ -354,17 +355,6 @@ def test_the_end_does_not_wait_for_a_step_without_end(monkeypatch):
     assert not client.ended.is_set() and one.scheduler._thread.is_alive()
     client.gate.set()
     client.wait()
-
-
-def test_a_client_that_cannot_take_its_tokens_stops_nobody(servers):
-    one, good, ended = server(servers), Client(), Client()
-
-    def broken(commit: Commit) -> None:
-        raise ConnectionResetError("gone")
-
-    one.scheduler.submit(one.request(prompt(9)), broken, ended.on_end)
-    one.submit(good)
-    assert (ended.wait(), good.wait()) == ("cancelled", "finished")
 
 
 def test_free_memory_goes_back_once_when_nobody_has_come_for_a_while(servers, monkeypatch):
@@ -404,18 +394,6 @@ def test_nothing_is_kept_of_requests_that_have_ended(servers):
     one.scheduler.close()  # its thread may still hold the last one
     gc.collect()
     assert [each() for each in told if each() is not None] == []
-
-
-def test_a_client_that_cannot_be_told_of_its_end_stops_nobody(servers):
-    one, good = server(servers, rows=1), Client()
-
-    def broken(how: Ending) -> None:
-        raise ConnectionResetError("gone")
-
-    ticket = one.scheduler.submit(one.request(prompt(9)), good.on_commit, broken)
-    one.submit(good)
-    assert good.wait() == "finished" and ticket.ending == "finished"
-    assert one.scheduler.ready
 
 
 def test_a_step_that_fails_ends_what_ran_and_nothing_else(servers):

@@ -88,16 +88,8 @@ ROWS: list[tuple[str, Json]] = [
     (RESPONSES, {"reasoning": {"effort": "max", "context": "all", "summary": "auto"}}),
     (RESPONSES, {"tools": [FLAT_TOOL],
         "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "add"}]}}),
-    (
-        CHATS,
-        {
-            "tools": TOOLS,
-            "tool_choice": {
-                "type": "allowed_tools",
-                "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "add"}}]},
-            },
-        },
-    ),
+    (CHATS, {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {
+        "mode": "auto", "tools": [{"type": "function", "function": {"name": "add"}}]}}}),
     (RESPONSES, items({"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": "*** Begin"})),
     (RESPONSES, items({"type": "custom_tool_call_output", "call_id": "c", "output": "done"})),
     (RESPONSES, items({"type": "local_shell_call", "call_id": "c", "action": {"command": ["ls"]}})),
