@@ -13,7 +13,17 @@ import pytest
 import torch
 from support.bundled import bundled
 from support.chat_models import QWEN, THINKING, TOOLS
-from support.live_server import Json, LiveServer, PausableEngine, bundled_engine, error_of, serving, text_of, until
+from support.live_server import (
+    Json,
+    LiveServer,
+    PausableEngine,
+    bundled_engine,
+    error_of,
+    serving,
+    streamed,
+    text_of,
+    until,
+)
 
 from forerun.engine.engine import Engine
 from forerun.engine.result import Commit
@@ -447,13 +457,13 @@ def test_drafts_are_told_in_vllms_words(server):
     figures, own = reply["metrics"]["speculative_decoding"], reply["usage"]["forerun"]
     assert figures["num_draft_tokens"] == own["drafted"] and figures["num_accepted_draft_tokens"] == own["accepted"] > 0
     details = reply["usage"]["completion_tokens_details"]  # and in OpenAI's
+    assert details["reasoning_tokens"] == 0
     assert details["accepted_prediction_tokens"] == own["accepted"]
     assert details["rejected_prediction_tokens"] == own["drafted"] - own["accepted"]
     histogram = figures["acceptance_histogram"]
     assert sum(histogram) == figures["num_spec_steps"] <= own["steps"]
     assert sum(place * count for place, count in enumerate(histogram)) == own["accepted"]
-    lines = server.post({**body, "stream": True, "stream_options": {"include_usage": True}}).text.split("\n\n")
-    last = json.loads(lines[-3].removeprefix("data: "))
+    last = streamed(server, {**body, "stream_options": {"include_usage": True}})[-1]
     assert set(last["metrics"]["speculative_decoding"]) == set(figures)
     until(lambda: not server.scheduler.busy)
 

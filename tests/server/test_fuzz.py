@@ -39,7 +39,6 @@ from forerun.engine.engine import BUDGET, Engine
 from forerun.kv.full_cache import FullCache
 from forerun.models.text.schemas import SchemaError
 from forerun.server import app, bodies, http_server, middleware
-from forerun.server.admission import SchedulerLimits
 from forerun.server.api_errors import ApiError
 from forerun.server.bodies import SMALL_BYTES
 from forerun.server.chat_schema import ChatRequest
@@ -202,12 +201,6 @@ def test_a_text_far_too_long_is_refused_by_its_beginning(engine, monkeypatch):
     assert not seen and max(counted) <= 1600  # other prompts do not wait for it
     text = "one two three " * 20  # longer than the first look, and not too long
     assert encoder(CompletionRequest(model="bundled", prompt=text))[0].ids == engine.tokenizer(text)["input_ids"]
-
-
-def test_more_texts_than_there_are_places_for_are_not_encoded(engine, serve):
-    one = serve(engine, SchedulerLimits(1 << 30, rows=2, waiting=2))
-    answer = one.post({**ASKED, "prompt": ["Hi", "Ho"], "n": 3})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "too_many_texts")
 
 
 @pytest.mark.parametrize("divisor", [9_999_991, 1e6, 49_999.5])

@@ -67,6 +67,10 @@ ROWS: list[tuple[str, Json, str | None, str]] = [
         ({"prediction": "x"}, "prediction"), ({"logprobs": 21}, "logprobs"), ({"min_tokens": 17}, "min_tokens"),
         ({"stop_token_ids": [10**6]}, "stop_token_ids"), ({"forerun": {"namespace": "a/b"}}, "forerun.namespace"),
     )),
+    *((TEXTS, {name: value}, name, "") for name, value in (
+        ("best_of", 3), ("suffix", "x"), ("top_q", 3), ("messages", [USER]),
+    )),
+    (CHATS, {"modalities": ["audio"]}, "modalities", ""), (CHATS, {"functions": [{}]}, "functions", ""),
     *((TEXTS, {"forerun": change}, param, said) for change, param, said in (
         ({"drafter": "auto"}, "forerun.drafter", "this server has trie, none"), ({"budget": -1}, "forerun.budget", "0"),
         ({"budget": 17}, "forerun.budget", "16"), ({"budget": 1.5}, "forerun.budget", "integer"),
@@ -137,7 +141,10 @@ def test_what_is_wrong_is_named(server, address, change, param, said):
     assert answer.status_code == 400, answer.text
     message = answer.json()["error"]["message"]
     if address != MESSAGES:
-        assert error_of(answer)["param"] == param, message
+        error = error_of(answer)
+        assert (error["param"], error["type"]) == (param, "invalid_request_error"), message
+        names = ("best_of", "suffix", "top_q", "modalities", "functions", "inputs", "previous_response_id")
+        assert (error["code"] == "unsupported") == (param in names or "no such field" in message), error
     assert said in message if said or param is None else re.search(rf"\b{param.split('.')[-1]}\b", message), message
     assert "TextEncodeInput" not in message
 

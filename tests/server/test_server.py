@@ -203,18 +203,6 @@ def test_eight_clients_at_once_each_get_the_text_they_get_alone(engine, server):
 # --- refusals
 
 
-@pytest.mark.parametrize(("field", "value", "chat"), [
-    ("best_of", 3, False), ("suffix", "x", False), ("modalities", ["audio"], True), ("top_q", 3, False),
-    ("functions", [{}], True), ("messages", [{"role": "user", "content": "x"}], False),
-])  # fmt: skip
-def test_what_is_not_supported_is_refused(server, field, value, chat):
-    address = "chat/completions" if chat else "completions"
-    body: Json = {"messages": [{"role": "user", "content": "Hi"}]} if chat else {"prompt": "Hi"}
-    error = error_of(server.post({"model": "bundled", **body, field: value}, address), 400)
-    assert error["param"] == field and field in error["message"]
-    assert (error["type"], error["code"]) == ("invalid_request_error", "unsupported")
-
-
 @pytest.mark.parametrize("body", [b'{"model": ', b"[" * 9_000, b"\xff\xfe{}", b"[]", b"", b'{"n": NaN}', b"1" * 9_000])
 def test_what_is_no_request_is_refused(server, body):
     answer = server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})

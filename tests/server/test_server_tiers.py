@@ -171,32 +171,18 @@ def test_what_fits_in_no_tier_is_refused_with_the_numbers(model, plain, serve):
         assert text_of(server.post(asked("Hi", new=1)))
 
 
-def test_who_has_to_wait_waits_and_a_full_queue_is_said(model, plain, serve):
+def test_a_client_that_goes_frees_all_tiers_for_who_waits(model, plain, serve):
+    """And who finds no place to wait is told so."""
     text = prompt(200)
     held, server = narrow(model, serve, text, waiting=1)
-    held.gate.clear()
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(server.post, asked(text, 0, 200))
-        until(lambda: server.scheduler.running == 1)
-        second = pool.submit(server.post, asked(text, 0, 200))
-        until(lambda: server.scheduler.waiting == 1)
-        assert server.metric('forerun:kv_tier_bytes{tier="host"}') > 0
-        assert error_of(server.post(asked(text, 0, 200)), 429)["code"] == "queue_full"
-        held.gate.set()
-        assert text_of(first.result(PATIENCE)) == text_of(second.result(PATIENCE)) == wanted(plain, text, 0, 200)
-    nothing_taken(server)
-
-
-def test_a_client_that_goes_frees_all_tiers_for_who_waits(model, plain, serve):
-    text = prompt(200)
-    held, server = narrow(model, serve, text)
     with ThreadPoolExecutor(1) as pool:
         held.gate.clear()
         with server.http.stream("POST", "/v1/completions", json=asked(text, 0, 200, stream=True)):
             until(lambda: server.scheduler.running == 1)
             second = pool.submit(server.post, asked(text, 3, 200))
             until(lambda: server.scheduler.waiting == 1)
-            assert min(tiers_of(server).taken[tier] for tier in ("device", "host")) > 0
+            assert min(server.metric(f'forerun:kv_tier_bytes{{tier="{tier}"}}') for tier in ("device", "host")) > 0
+            assert error_of(server.post(asked(text, 0, 200)), 429)["code"] == "queue_full"
         held.gate.set()
         assert text_of(second.result(PATIENCE)) == wanted(plain, text, 3, 200)
     assert server.metric("forerun:generation_tokens_total") < 400

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.chat_models import QWEN, TOOLS
-from support.live_server import Json, LiveServer, bundled_engine, error_of, serving
+from support.live_server import Json, LiveServer, bundled_engine, error_of, serving, streamed
 
 from forerun.engine.engine import Engine
 from forerun.server.chat_schema import ChatRequest
@@ -239,9 +239,8 @@ def test_a_system_turn_goes_where_the_template_wants_it(engine):
 
 
 def test_usage_comes_with_each_chunk(server):
-    options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    lines = server.post({**BASES[TEXTS], "max_tokens": 8, **options}, TEXTS).text.split("\n\n")
-    *chunks, last = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    *chunks, last = streamed(server, {**BASES[TEXTS], "max_tokens": 8, **options})
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts) and counts[0] > 0 and counts[-1] == last["usage"]["completion_tokens"] == 8
 

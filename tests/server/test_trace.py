@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from support.live_server import Json, LiveServer, bundled_engine, serving
+from support.live_server import Json, bundled_engine, serving, streamed
 
 from forerun.engine.engine import Engine
 from forerun.server.admission import SchedulerLimits
@@ -26,16 +26,11 @@ def asked(**forerun: Any) -> Json:
     return {"model": "bundled", "prompt": PROMPT, "max_tokens": NEW, "temperature": 0, "forerun": forerun}
 
 
-def streamed(server: LiveServer, body: Json) -> list[Json]:
-    lines = server.post({**body, "stream": True}).text.split("\n\n")
-    assert lines[-2:] == ["data: [DONE]", ""]
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
-
-
 @pytest.mark.parametrize("stop", [None, " five six\n"])
 def test_a_traced_stream_says_who_drafted_each_token_of_its_text(engine, server, stop):
     body = {**asked(trace=True, namespace="traced"), "prompt": PROMPT + "one €", "stop": stop}
     whole = server.post({**body, "forerun": {}}).json()
+    assert not any("forerun" in chunk for chunk in streamed(server, {**body, "forerun": {}}))
     steps = [chunk for chunk in streamed(server, body) if "forerun" in chunk]
     for chunk in steps:
         said = chunk["forerun"]
@@ -73,17 +68,6 @@ def test_padded_chunks_have_one_of_a_few_sizes(server):
     assert {(len(each) - len("data: ")) % 256 for each in texts[1]} == {0}
     pieces = [[json.loads(each[6:])["choices"] for each in text] for text in texts]
     assert "".join(each[0]["text"] for each in pieces[0]) == "".join(each[0]["text"] for each in pieces[1])
-
-
-def test_a_prompt_that_was_read_before_counts_as_cached(server):
-    usages = [server.post({**asked(drafter="none"), "prompt": PROMPT * 8}).json()["usage"] for _ in range(2)]
-    assert usages[0]["completion_tokens_details"]["reasoning_tokens"] == 0
-    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
-    assert cached[0] == 0 < cached[1] < usages[1]["prompt_tokens"]
-
-
-def test_without_a_trace_there_is_none(server):
-    assert not any("forerun" in chunk for chunk in streamed(server, asked()))
 
 
 @pytest.mark.parametrize("chosen", [{"drafter": "none"}, {"budget": 0}, {"drafter": "none", "budget": 9}])
