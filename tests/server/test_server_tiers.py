@@ -309,36 +309,28 @@ def test_a_draft_whose_keys_cannot_be_fetched_ends_no_request(model, plain, serv
     server = serve(one, SchedulerLimits(1, rows=3))
     assert one.tiers is not None
     monkeypatch.setattr(Admission, "_wanted", lambda *_: 1 << 40)  # no layer stays on the device
-    caches: list[OffloadedCache] = []
-    chunks, urgent, propose = OffloadedCache.chunks, CopyEngine.fetch_now, one.level.planner.own[-1].propose
-    drafting = failing = False
+    caches, drafting, source = list[OffloadedCache](), threading.Event(), one.level.planner.own[-1]
+    fetch, propose = OffloadedCache._fetch_now, source.propose
 
-    def asking(cache: OffloadedCache, *told: Any) -> Any:
-        nonlocal failing
-        if drafting and not caches:
-            caches.append(cache)
-        failing = drafting and caches == [cache]
-        try:
-            return chunks(cache, *told)
-        finally:
-            failing = False
+    def broken(copy_engine: CopyEngine, parts: Parts) -> None:
+        raise OffloadError("in the test")
 
-    def hurried(copy_engine: CopyEngine, parts: Parts) -> None:
-        if failing:
-            raise OffloadError("in the test")
-        urgent(copy_engine, parts)
+    def fetching(cache: OffloadedCache, rows: Any) -> Any:
+        with monkeypatch.context() as patch:
+            if drafting.is_set() and (not caches or cache is caches[0]):
+                caches.append(cache)
+                patch.setattr(CopyEngine, "fetch_now", broken)
+            return fetch(cache, rows)
 
     def proposing(*told: Any) -> Any:
-        nonlocal drafting
-        drafting = True
+        drafting.set()
         try:
             return propose(*told)
         finally:
-            drafting = False
+            drafting.clear()
 
-    monkeypatch.setattr(OffloadedCache, "chunks", asking)
-    monkeypatch.setattr(CopyEngine, "fetch_now", hurried)
-    monkeypatch.setattr(one.level.planner.own[-1], "propose", proposing)
+    monkeypatch.setattr(OffloadedCache, "_fetch_now", fetching)
+    monkeypatch.setattr(source, "propose", proposing)
     with ThreadPoolExecutor(3) as pool:
         answers = [each.result(PATIENCE) for each in [pool.submit(server.post, asked(text)) for text in texts]]
     assert caches and [text_of(answer) for answer in answers] == expected
