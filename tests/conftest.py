@@ -7,7 +7,8 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # before torch, which imports Tr
 import gc
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -52,12 +53,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture
-def servers() -> Iterator[list[Any]]:
-    """Servers that a test builds (``server.LiveServer``); they end with it."""
-    built: list[Any] = []
-    yield built
-    for each in built:
-        each.close()
+def serve() -> Iterator[Callable[..., Any]]:
+    """Starts a ``LiveServer`` that ends with the test."""
+    from support.live_server import LiveServer
+
+    with ExitStack() as stack:
+        yield lambda *given, **told: stack.enter_context(LiveServer(*given, **told))
 
 
 def compile_part() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.live_server import Json, LiveServer, bundled_engine, until
+from support.live_server import Json, LiveServer, bundled_engine, streamed, until
 from support.mocks import Silent
 from support.tiny import HYBRIDS, build
 
@@ -56,11 +56,9 @@ def test_a_prompt_of_a_file_is_read_before_anybody_asks(tmp_path, keys, caplog):
 
 
 def prompt_told(server: LiveServer, body: Json) -> Json:
-    lines = server.post({**body, "stream": True}, "chat/completions").text.split("\n\n")
-    told = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
-    prompts = [chunk["forerun"]["prompt"] for chunk in told if "prompt" in chunk.get("forerun", {})]
-    assert len(prompts) == 1 and "prompt" in next(each["forerun"] for each in told if "forerun" in each)
-    return dict(prompts[0])
+    first, *others = [chunk["forerun"] for chunk in streamed(server, body, "chat/completions") if "forerun" in chunk]
+    assert not any("prompt" in each for each in others)
+    return dict(first["prompt"])
 
 
 def test_a_trace_says_what_broke_the_prefix():

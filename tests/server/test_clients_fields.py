@@ -13,7 +13,17 @@ import pytest
 import torch
 from support.bundled import bundled
 from support.chat_models import QWEN, THINKING, TOOLS
-from support.live_server import Json, LiveServer, PausableEngine, bundled_engine, error_of, serving, text_of, until
+from support.live_server import (
+    Json,
+    LiveServer,
+    PausableEngine,
+    bundled_engine,
+    error_of,
+    serving,
+    streamed,
+    text_of,
+    until,
+)
 
 from forerun.engine.engine import Engine
 from forerun.engine.result import Commit
@@ -33,8 +43,6 @@ from forerun.server.responses_api import ResponsesFormat, ResponsesRequest
 from forerun.server.schema import CompletionRequest
 
 pytest.importorskip("llguidance")
-DOUBLING = "start: r0\n" + "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(20)) + 'r20: "abc"'
-"""Three megabytes of text without a choice."""
 MESSAGES: Any = [{"role": "user", "content": "Weather in Rome?"}]
 CHAT: Json = {"model": "bundled", "messages": MESSAGES, "temperature": 0, "max_tokens": 100}
 PLAIN = {"forerun": {"drafter": "none"}}
@@ -115,22 +123,6 @@ def test_calls_that_were_made_are_texts_for_a_template_that_knows_none(tools):
     assert ("# Tools" in text) == (tools is not None)
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    ({"tools": [None]}, "tools.0"), ({"tools": [{"type": "custom"}]}, "tool 0 must be"),
-    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "the name of tool 0"),
-    ({"tools": [TOOLS[0], TOOLS[0]]}, "two tools have the same name"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": 3}}]}, "parameters of tool 0"),
-    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "get_weather, add"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"type": "custom"}]}]}, "call 0 needs a function"),
-    ({"tool_choice": "required"}, "the available tools: none"),
-    ({"tools": TOOLS, "tool_choice": "maybe"}, "auto, none, required"),
-    ({"chat_template_kwargs": {"chat_template": "x"}}, "variables of the chat template"),
-    ({"chat_template_kwargs": {"x": [1]}}, "variables of the chat template"),
-])  # fmt: skip
-def test_wrong_tools_are_refused_with_what_is_allowed(server, change, said):
-    assert said in error_of(server.post({**CHAT, **change}, "chat/completions"))["message"]
-
-
 def test_a_tool_whose_schema_cannot_be_read_is_only_shown(server):
     tools = [
         {"type": "function", "function": {"name": "f", "parameters": parameters}}
@@ -139,12 +131,6 @@ def test_a_tool_whose_schema_cannot_be_read_is_only_shown(server):
     for tool in tools:
         answer = server.post({**CHAT, "tools": [tool], "max_tokens": 4}, "chat/completions")
         assert answer.status_code == 200, answer.text
-
-
-def test_a_tool_with_a_wrong_schema_is_refused(server):
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "strin"}}}}}
-    error = error_of(server.post({**CHAT, "tools": [tool], "tool_choice": "required"}, "chat/completions"))
-    assert error["param"] == "tools" and "cannot be used" in error["message"]
 
 
 # --- reasoning
@@ -204,34 +190,6 @@ def test_a_regex_and_a_grammar_are_kept_to(client, response_format, matches):
         assert texts[0] == texts[1] and re.fullmatch(matches, texts[0])
 
 
-@pytest.mark.parametrize(("response_format", "said"), [
-    ({"type": "regex", "regex": "("}, "regex cannot be used"),
-    ({"type": "regex", "regex": "a{60000}"}, "2,000 are the most"),
-    ({"type": "grammar", "grammar": "start: x"}, "grammar cannot be used"),
-    ({"type": "grammar", "grammar": "start: %regex {}"}, "allowed are %json and %ignore"),
-    ({"type": "grammar", "grammar": DOUBLING}, "32,768 are the most"),
-    ({"type": "grammar", "grammar": "start: " + "(" * 3000 + '"a"' + ")" * 3000}, "nested too deeply"),
-    ({"type": "regex", "regex": ""}, "at least 1"),
-])  # fmt: skip
-def test_what_cannot_be_a_grammar_is_refused(server, response_format, said):
-    error = error_of(server.post({"model": "bundled", "prompt": "x", "response_format": response_format}))
-    assert said in error["message"], error
-
-
-def test_a_schema_that_doubles_by_references_is_refused(server):
-    """30 definitions of two fields each would spell out a gigabyte without a choice."""
-    schemas: Json = {"d0": {"const": "abcd"}}
-    for i in range(1, 31):
-        inner = {"$ref": f"#/$defs/d{i - 1}"}
-        schemas[f"d{i}"] = {"type": "object", "properties": {"a": inner, "b": inner}, "required": ["a", "b"]}
-    schema = {"$defs": schemas, "type": "object", "properties": {"x": {"$ref": "#/$defs/d30"}}}
-    response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    assert (
-        "32,768 are the most"
-        in error_of(server.post({"model": "bundled", "prompt": "x", "response_format": response_format}))["message"]
-    )
-
-
 # --- fields
 
 
@@ -271,20 +229,13 @@ def test_penalties_and_biases_are_exact_with_every_drafter(engine, drafter):
     model, prompt = engine.target.model, "A list: a, b, a, b, a,"
     start = len(engine.tokenizer(prompt)["input_ids"])
     one = Engine(model, drafter, tokenizer=engine.tokenizer)
+    runs: Any = (one, {}), (one, {}), (engine, {"budget": 0})
     for seed in (None, 1):
         sampling: Json = {"do_sample": seed is not None, "seed": seed}
-        texts = [
-            each.generate(
-                prompt,
-                max_new_tokens=24,
-                logits_processor=[OccurrencePenalties(start, 0.7, 0.3)],
-                sequence_bias=[[[199], 1.5], [[16], -2.0]],
-                **sampling,
-                **more,
-            ).text
-            for each, more in ((one, {}), (one, {}), (engine, {"budget": 0}))
-        ]
-        assert texts[0] == texts[1] == texts[2]
+        sampling |= {"max_new_tokens": 24, "sequence_bias": [[[199], 1.5], [[16], -2.0]]}
+        processors = {"logits_processor": [OccurrencePenalties(start, 0.7, 0.3)]}
+        texts = {each.generate(prompt, **sampling, **processors, **more).text for each, more in runs}
+        assert len(texts) == 1
 
 
 def test_penalties_are_openais():
@@ -372,23 +323,18 @@ def test_a_response_is_the_chats_answer(client):
     short = {**RESPONSE, "max_output_tokens": 12}
     response = client.responses.create(**short, input="Weather in Rome?", store=False, metadata={"a": "b"})
     assert response.output_text == chat
-    assert (response.status, response.incomplete_details and response.incomplete_details.reason) == (
-        "incomplete",
-        "max_output_tokens",
-    )
+    assert response.status == "incomplete" and response.incomplete_details.reason == "max_output_tokens"
     parts: Any = [{"role": "user", "content": [{"type": "input_text", "text": "Weather in Rome?"}]}]
     assert client.responses.create(**short, input=parts).output_text == chat
     assert response.usage.output_tokens == 12
 
 
 def test_a_response_streams_text_and_calls(client):
-    whole: Any = client.responses.create(
-        **RESPONSE, input=MESSAGES, tools=FLAT, tool_choice="required", parallel_tool_calls=False
-    )
+    asked = {**RESPONSE, "input": MESSAGES, "tools": FLAT, "tool_choice": "required", "parallel_tool_calls": False}
+    whole: Any = client.responses.create(**asked)
     (call,) = whole.output
     assert whole.status == "completed" and call.type == "function_call" and json.loads(call.arguments)
-    arguments = {**RESPONSE, "input": MESSAGES, "tools": FLAT, "tool_choice": "required", "parallel_tool_calls": False}
-    with client.responses.stream(**arguments) as stream:
+    with client.responses.stream(**asked) as stream:
         events = [*stream]
         final: Any = stream.get_final_response()
     assert [event.sequence_number for event in events] == sorted(event.sequence_number for event in events)
@@ -396,16 +342,9 @@ def test_a_response_streams_text_and_calls(client):
     kinds = [event.type for event in events]
     assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
     assert "response.function_call_arguments.done" in kinds and "response.output_item.done" in kinds
-    text = "".join(
-        event.delta
-        for event in client.responses.create(
-            **{**RESPONSE, "max_output_tokens": 12}, input="Weather in Rome?", stream=True
-        )
-        if event.type == "response.output_text.delta"
-    )
-    assert (
-        text == client.responses.create(**{**RESPONSE, "max_output_tokens": 12}, input="Weather in Rome?").output_text
-    )
+    short: Any = {**RESPONSE, "max_output_tokens": 12, "input": "Weather in Rome?"}
+    pieces = [each for each in client.responses.create(**short, stream=True) if each.type.endswith("output_text.delta")]
+    assert "".join(each.delta for each in pieces) == client.responses.create(**short).output_text
 
 
 def test_a_response_takes_the_items_of_an_earlier_one(client):
@@ -436,29 +375,6 @@ def test_a_chunk_has_one_piece_of_each_call():
     assert (begun["finish_reason"], rest["finish_reason"]) == (None, "tool_calls")
 
 
-def test_a_schema_beside_tools_may_be_as_large_as_one_without(server):
-    schema = {"properties": {f"p{i}": {"type": "integer"} for i in range(5000)}}
-    response_format = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-    answer = server.post({**CHAT, "tools": TOOLS, "response_format": response_format}, "chat/completions")
-    assert "65,536 are the most" in error_of(answer)["message"]
-
-
-@pytest.mark.parametrize("depth", [200, 400, 900, 3000, 20_000])
-@pytest.mark.parametrize("place", ["response_format", "tools"])
-def test_a_schema_that_is_nested_too_deeply_is_refused(server, place, depth):
-    nested = '{"type": "array", "items": ' * depth + "{}" + "}" * depth
-    tools = json.dumps(TOOLS)
-    if place == "tools":
-        tools = '[{"type": "function", "function": {"name": "f", "parameters": ' + nested + "}}]"
-        more = '"tool_choice": "required"'
-    else:
-        schema = '{"name": "n", "schema": ' + nested + "}"
-        more = '"response_format": {"type": "json_schema", "json_schema": ' + schema + "}"
-    body = json.dumps(CHAT)[:-1] + f', "tools": {tools}, {more}}}'
-    answer = server.http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
-    error_of(answer)
-
-
 def test_reasoning_and_the_answer_behind_it_are_one_turn():
     def text(kind: str, said: str) -> Json:
         return {"type": kind, "text": said}
@@ -472,21 +388,6 @@ def test_reasoning_and_the_answer_behind_it_are_one_turn():
     assert [turn["role"] for turn in turns] == ["user", "assistant", "assistant", "user"]
     assert (turns[1]["reasoning_content"], turns[1]["content"]) == ("Hm.", "Two.")
     assert turns[1]["tool_calls"][0]["function"]["name"] == "add" and turns[2]["content"] == "Two."
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"input": [{"type": "thing", "id": "x"}]}, "input.0: the type must be one that is known, such as message"),
-        ({"input": [{"role": "user", "content": [{"type": "input_smell"}]}]}, "input.0.content.0: must be text"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"), ({"tools": [{}]}, "tools.0: a tool needs a type"),
-        ({"tools": [None]}, "tools.0: input should be a valid dictionary"),
-        ({"tool_choice": {"type": "file_search"}}, "auto, none, required"), ({"inputs": "x"}, "did you mean input?"),
-        ({"max_output_tokens": 0}, "max_output_tokens"), ({"input": []}, "input: "),
-    ],
-)  # fmt: skip
-def test_what_a_response_cannot_be_is_refused(server, change, said):
-    assert said in error_of(server.post({**RESPONSE, "input": "x", **change}, "responses"))["message"]
 
 
 # --- streams and figures
@@ -517,9 +418,9 @@ def test_a_stream_is_not_silent_while_the_model_writes_what_is_held_back(monkeyp
 
         async def write() -> None:
             for _ in range(60):
-                call._events.put_nowait(calls._RowEvent(0, Commit(None, [1], 0), 0.0))
+                call._events.put_nowait((0, Commit(None, [1], 0)))
                 await asyncio.sleep(0.005)
-            call._events.put_nowait(calls._RowEvent(0, "cancelled", 0.0))
+            call._events.put_nowait((0, "cancelled"))
 
         writing = asyncio.create_task(write())
         with pytest.raises(calls.ClientGoneError):
@@ -556,13 +457,13 @@ def test_drafts_are_told_in_vllms_words(server):
     figures, own = reply["metrics"]["speculative_decoding"], reply["usage"]["forerun"]
     assert figures["num_draft_tokens"] == own["drafted"] and figures["num_accepted_draft_tokens"] == own["accepted"] > 0
     details = reply["usage"]["completion_tokens_details"]  # and in OpenAI's
+    assert details["reasoning_tokens"] == 0
     assert details["accepted_prediction_tokens"] == own["accepted"]
     assert details["rejected_prediction_tokens"] == own["drafted"] - own["accepted"]
     histogram = figures["acceptance_histogram"]
     assert sum(histogram) == figures["num_spec_steps"] <= own["steps"]
     assert sum(place * count for place, count in enumerate(histogram)) == own["accepted"]
-    lines = server.post({**body, "stream": True, "stream_options": {"include_usage": True}}).text.split("\n\n")
-    last = json.loads(lines[-3].removeprefix("data: "))
+    last = streamed(server, {**body, "stream_options": {"include_usage": True}})[-1]
     assert set(last["metrics"]["speculative_decoding"]) == set(figures)
     until(lambda: not server.scheduler.busy)
 
@@ -636,15 +537,6 @@ def test_a_message_calls_a_tool_and_takes_its_result(server):
     assert [turn.role for turn in chat.messages] == ["system", "user", "assistant", "tool"]
     assert chat.messages[2].for_template()["tool_calls"][0]["function"]["arguments"] == {"city": "Paris"}
     assert server.post(messages(messages=turns, tools=[tool]), "messages").status_code == 200
-
-
-@pytest.mark.parametrize(("change", "said"), [
-    ({"messages": [{"role": "user", "content": [{"type": "smell"}]}]}, "messages.0.content.0: must be text"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "role user, assistant or system"),
-    ({"max_tokens": None}, "max_tokens"),
-])  # fmt: skip
-def test_what_a_message_cannot_be_is_refused(server, change, said):
-    assert said in server.post(messages(**change), "messages").json()["error"]["message"]
 
 
 def test_a_step_that_ends_a_call_and_goes_on_with_text_keeps_them_apart():

@@ -246,6 +246,7 @@ def test_wide_and_narrow_light_and_dark_all_can_be_read(driver, server, page):
     assert "equal" in narrow.ended()
     assert narrow.run("innerWidth") == 390
     assert narrow.run("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
+    until(lambda: 0 <= narrow.run("document.getElementById('verdict').getBoundingClientRect().top") < 100)
 
 
 CONTRASTS = """() => {
@@ -290,21 +291,14 @@ def test_a_chat_goes_on_from_its_turns(held, page):
     assert not page["conversation"].is_displayed()
 
 
-def test_a_silent_server_is_waited_for(held, page, monkeypatch):
+def test_what_is_changed_while_a_text_grows_is_for_the_next_one(held, page, monkeypatch):
+    """And a silent server is waited for."""
     monkeypatch.setattr(calls, "PING_SECONDS", 0.05)
-    page.fill(PROMPT)
-    held.gate.clear()
-    page["start"].click()
-    time.sleep(0.2)  # some pings
-    held.gate.set()
-    assert "equal" in page.ended()
-
-
-def test_what_is_changed_while_a_text_grows_is_for_the_next_one(held, page):
     page.fill("Hi", length=8)
     held.gate.clear()
     page["start"].click()
     page["chat"].click()
+    time.sleep(0.2)  # some pings
     held.gate.set()
     assert "equal" in page.ended() and not page["conversation"].is_displayed()
     held.gate.clear()
@@ -436,14 +430,6 @@ def test_an_error_leaves_the_last_result_and_says_where_a_folded_setting_is_wron
     page["start"].click()
     assert page["seed"].is_displayed() and page.run("document.activeElement.id") == "seed"
     assert ["400" in line["message"] for line in page.driver.get_log("browser")] == [True]
-
-
-def test_a_phone_is_shown_the_verdict(driver, server, page):
-    phone = Page(driver, server, width=390)
-    phone.fill(PROMPT, length=8)
-    phone["start"].click()
-    phone.ended()
-    until(lambda: 0 <= phone.run("document.getElementById('verdict').getBoundingClientRect().top") < 100)
 
 
 def test_a_wrong_key_is_told_in_words_and_no_key_is_kept(held, driver):

@@ -189,18 +189,18 @@ def test_tenants_get_equal_shares():
 
 
 def test_a_share_is_equal_lent_and_partly_kept():
-    one = FairShare(8, tenants=3, kept=1)
+    one = FairShare(8, tenants=3, reserve=1)
     while one.allows("a", 1):
-        one.take("a", 1)
-    assert one.of("a") == 7  # one is kept for those who have none
-    assert one.allows("b", 1) and one.debtor("b") == "a"
-    one.take("b", 1)
+        one.acquire("a", 1)
+    assert one.used_by("a") == 7  # one is reserved for those who have none
+    assert one.allows("b", 1) and one.lender("b") == "a"
+    one.acquire("b", 1)
     assert not one.allows("b", 1) and not one.allows("c", 1)
-    one.give("a", 1)
+    one.release("a", 1)
     assert one.allows("b", 1) and not one.allows("a", 1)  # what comes back is for those with less than their share
-    alone = FairShare(8, kept=1)
-    alone.take("a", 7)
-    assert alone.allows("a", 1) and alone.debtor("a") is None
+    alone = FairShare(8, reserve=1)
+    alone.acquire("a", 7)
+    assert alone.allows("a", 1) and alone.lender("a") is None
 
 
 def test_who_floods_the_queue_leaves_others_their_share():
@@ -282,7 +282,7 @@ def learn_line(shares: StepShares, running: list[Any], fixed: float, proposed: l
     """Record steps whose tokens all cost 1, beside a fixed cost; every tenth is interrupted, and 20 times as long."""
     for step in range(200):
         commit = Commit(running[0].request, [1], 0, proposed[step % len(proposed)])
-        shares.learn([("flood", commit)], (fixed + 1 + commit.proposed) * (20 if step % 10 == 7 else 1))
+        shares.record([("flood", commit)], (fixed + 1 + commit.proposed) * (20 if step % 10 == 7 else 1))
 
 
 @pytest.mark.parametrize(
@@ -293,11 +293,11 @@ def test_a_tenants_step_waits_no_longer_for_others_than_it_takes(fixed, rows, dr
     shares, running = StepShares(), fifteen_and_one()
     learn_line(shares, running, fixed, [2**place - 1 for place in range(11)])
     plans = [shares.plan(running) for _ in range(15)]
-    assert all(running[-1].request.id not in plan.resting for plan in plans)
-    assert {len(running) - 1 - len(plan.resting) for plan in plans} == {rows}
+    assert all(running[-1].request.id not in plan.skipping for plan in plans)
+    assert {len(running) - 1 - len(plan.skipping) for plan in plans} == {rows}
     assert min(min(plan.budgets.values()) for plan in plans) >= draft
     assert all(running[-1].request.id not in plan.budgets for plan in plans)
-    turns = [sum(each.request.id not in plan.resting for plan in plans) for each in running[:-1]]
+    turns = [sum(each.request.id not in plan.skipping for plan in plans) for each in running[:-1]]
     assert max(turns) - min(turns) <= 1  # the others take turns
     assert shares.plan(running[:15]) == (set(), {})
 
@@ -307,7 +307,7 @@ def test_steps_of_one_length_do_not_say_that_tokens_are_free():
     shares, running, chance = StepShares(), fifteen_and_one(), random.Random(0)
     for _ in range(500):
         count = chance.choice((0, 1, 2))
-        shares.learn([("flood", Commit(running[0].request, [1], 0, count))], chance.uniform(5, 20))
+        shares.record([("flood", Commit(running[0].request, [1], 0, count))], chance.uniform(5, 20))
     plan = shares.plan(running)
     assert sum(1 + plan.budgets[each] for each in plan.budgets) <= 2 * 2 * 3
 
@@ -360,16 +360,17 @@ def test_the_lock_is_free_while_a_prompt_is_admitted(servers):
     assert client.wait() == "finished" and free == [True]
 
 
-def test_what_cannot_be_handed_on_ends_nobody(servers):
-    def fail(request: Request) -> None:
-        raise LookupError("broken in the test")
+def test_a_client_or_a_listener_that_fails_stops_nobody(servers):
+    def fail(told: Any) -> None:
+        raise ConnectionResetError("broken in the test")
 
-    one = server(servers)
+    one, deaf, good, other = server(servers, rows=1), Client(), Client(), Client()
     one.scheduler._on_finished = fail
-    for _ in range(2):
-        client = Client()
-        one.submit(client)
-        assert client.wait() == "finished"
+    one.scheduler.submit(one.request(prompt(9)), fail, deaf.on_end)
+    ticket = one.scheduler.submit(one.request(prompt(9)), good.on_commit, fail)
+    one.submit(other)
+    assert (deaf.wait(), other.wait()) == ("cancelled", "finished")
+    assert ticket.ending == "finished" and len(good.tokens) == 12 and one.scheduler.ready
 
 
 def test_the_end_does_not_wait_for_a_step_without_end(monkeypatch):
@@ -381,17 +382,6 @@ def test_the_end_does_not_wait_for_a_step_without_end(monkeypatch):
     assert not client.ended.is_set() and one.scheduler._thread.is_alive()
     client.gate.set()
     client.wait()
-
-
-def test_a_client_that_cannot_take_its_tokens_stops_nobody(servers):
-    one, good, ended = server(servers), Client(), Client()
-
-    def broken(commit: Commit) -> None:
-        raise ConnectionResetError("gone")
-
-    one.scheduler.submit(one.request(prompt(9)), broken, ended.on_end)
-    one.submit(good)
-    assert (ended.wait(), good.wait()) == ("cancelled", "finished")
 
 
 def test_free_memory_goes_back_once_when_nobody_has_come_for_a_while(servers, monkeypatch):
@@ -431,18 +421,6 @@ def test_nothing_is_kept_of_requests_that_have_ended(servers):
     one.scheduler.close()  # its thread may still hold the last one
     gc.collect()
     assert [each() for each in told if each() is not None] == []
-
-
-def test_a_client_that_cannot_be_told_of_its_end_stops_nobody(servers):
-    one, good = server(servers, rows=1), Client()
-
-    def broken(how: Ending) -> None:
-        raise ConnectionResetError("gone")
-
-    ticket = one.scheduler.submit(one.request(prompt(9)), good.on_commit, broken)
-    one.submit(good)
-    assert good.wait() == "finished" and ticket.ending == "finished"
-    assert one.scheduler.ready
 
 
 def test_a_step_that_fails_ends_what_ran_and_nothing_else(servers):

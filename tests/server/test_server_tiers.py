@@ -102,7 +102,7 @@ def drafting_bytes(one: Engine, longest: int) -> int:
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("drafter", ["trie", "auto", "low-rank"])
-def test_texts_at_once_are_those_of_a_server_without_tiers(drafter, model, plain, servers, tmp_path):
+def test_texts_at_once_are_those_of_a_server_without_tiers(drafter, model, plain, serve, tmp_path):
     texts = [prompt(words, seed) for seed, words in enumerate((5, 260, 1000, 9, 350, 150))]
     expected = [wanted(plain, text, seed) for seed, text in enumerate(texts)]
     kv = plain.target.kv
@@ -112,8 +112,7 @@ def test_texts_at_once_are_those_of_a_server_without_tiers(drafter, model, plain
     assert device - drafting < kv.nbytes * longest
     one = engine(model, drafter, device, min_device_bytes(kv, longest) // 2, folder=tmp_path)
     held = PausableEngine(one)
-    server = LiveServer(held, SchedulerLimits(1, rows=4))
-    servers.append(server)
+    server = serve(held, SchedulerLimits(1, rows=4))
     seen = watched(server)
 
     def ask(seed: int) -> str:
@@ -137,27 +136,26 @@ def test_texts_at_once_are_those_of_a_server_without_tiers(drafter, model, plain
     assert list(tmp_path.iterdir()) == []
 
 
-def test_texts_on_the_device_as_a_whole_still_share_what_they_begin_with(model, plain, servers):
+def test_texts_on_the_device_as_a_whole_still_share_what_they_begin_with(model, plain, serve):
     text = prompt(200)
-    servers.append(LiveServer(engine(model, "trie", 1 << 26, 0), SchedulerLimits(1, rows=1)))
-    assert text_of(servers[0].post(asked(text))) == text_of(servers[0].post(asked(text))) == wanted(plain, text)
-    assert servers[0].metric("forerun:prefix_cache_hits_total") > 0
-    assert servers[0].metric("forerun:kv_tier_copied_bytes_total") == 0
+    server = serve(engine(model, "trie", 1 << 26, 0), SchedulerLimits(1, rows=1))
+    assert text_of(server.post(asked(text))) == text_of(server.post(asked(text))) == wanted(plain, text)
+    assert server.metric("forerun:prefix_cache_hits_total") > 0
+    assert server.metric("forerun:kv_tier_copied_bytes_total") == 0
 
 
 # --- room
 
 
-def narrow(model: Any, servers: list[LiveServer], text: str, **told: Any) -> tuple[PausableEngine, LiveServer]:
+def narrow(model: Any, serve: Any, text: str, **told: Any) -> tuple[PausableEngine, LiveServer]:
     """Room on the device for the buffers of one such text, and beside it for two."""
     one = Engine(model[0], "none", tokenizer=model[1])
     kv, size = one.target.kv, tokens(one, text, 200)
     held = PausableEngine(engine(model, "none", min_device_bytes(kv, size), 2 * sum(layer_bytes(kv, size).values())))
-    servers.append(LiveServer(held, SchedulerLimits(1, rows=4, **told), max_tokens=200))
-    return held, servers[-1]
+    return held, serve(held, SchedulerLimits(1, rows=4, **told), max_tokens=200)
 
 
-def test_what_fits_in_no_tier_is_refused_with_the_numbers(model, plain, servers):
+def test_what_fits_in_no_tier_is_refused_with_the_numbers(model, plain, serve):
     kv, text = plain.target.kv, prompt(300)
     size = tokens(plain, text)
     short = engine(model, "none", min_device_bytes(kv, size) - 1, 1 << 30)
@@ -166,46 +164,32 @@ def test_what_fits_in_no_tier_is_refused_with_the_numbers(model, plain, servers)
         (short, f"needs {min_device_bytes(kv, size):,} bytes on the device, .*; {min_device_bytes(kv, size) - 1:,} of"),
         (low, f"needs {sum(layer_bytes(kv, size).values()):,} bytes off the device; 1,000 of 1,000 are free"),
     ):
-        servers.append(LiveServer(one, SchedulerLimits(1)))
-        error = error_of(servers[-1].post(asked(text)), 400)
+        server = serve(one, SchedulerLimits(1))
+        error = error_of(server.post(asked(text)), 400)
         assert (error["type"], error["code"]) == ("invalid_request_error", "too_large")
         assert re.search(why, error["message"]) and "shorten the prompt" in error["message"]
-        assert text_of(servers[-1].post(asked("Hi", new=1)))
+        assert text_of(server.post(asked("Hi", new=1)))
 
 
-def test_who_has_to_wait_waits_and_a_full_queue_is_said(model, plain, servers):
+def test_a_client_that_goes_frees_all_tiers_for_who_waits(model, plain, serve):
+    """And who finds no place to wait is told so."""
     text = prompt(200)
-    held, server = narrow(model, servers, text, waiting=1)
-    held.gate.clear()
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(server.post, asked(text, 0, 200))
-        until(lambda: server.scheduler.running == 1)
-        second = pool.submit(server.post, asked(text, 0, 200))
-        until(lambda: server.scheduler.waiting == 1)
-        assert server.metric('forerun:kv_tier_bytes{tier="host"}') > 0
-        assert error_of(server.post(asked(text, 0, 200)), 429)["code"] == "queue_full"
-        held.gate.set()
-        assert text_of(first.result(PATIENCE)) == text_of(second.result(PATIENCE)) == wanted(plain, text, 0, 200)
-    nothing_taken(server)
-
-
-def test_a_client_that_goes_frees_all_tiers_for_who_waits(model, plain, servers):
-    text = prompt(200)
-    held, server = narrow(model, servers, text)
+    held, server = narrow(model, serve, text, waiting=1)
     with ThreadPoolExecutor(1) as pool:
         held.gate.clear()
         with server.http.stream("POST", "/v1/completions", json=asked(text, 0, 200, stream=True)):
             until(lambda: server.scheduler.running == 1)
             second = pool.submit(server.post, asked(text, 3, 200))
             until(lambda: server.scheduler.waiting == 1)
-            assert min(tiers_of(server).taken[tier] for tier in ("device", "host")) > 0
+            assert min(server.metric(f'forerun:kv_tier_bytes{{tier="{tier}"}}') for tier in ("device", "host")) > 0
+            assert error_of(server.post(asked(text, 0, 200)), 429)["code"] == "queue_full"
         held.gate.set()
         assert text_of(second.result(PATIENCE)) == wanted(plain, text, 3, 200)
     assert server.metric("forerun:generation_tokens_total") < 400
     nothing_taken(server)
 
 
-def test_a_text_leaves_others_their_buffers_while_there_are_free_places(model, plain, servers):
+def test_a_text_leaves_others_their_buffers_while_there_are_free_places(model, plain, serve):
     text, kv = prompt(300), plain.target.kv
     size = tokens(plain, text)
     device = int(2.3 * kv.nbytes * size)
@@ -215,8 +199,7 @@ def test_a_text_leaves_others_their_buffers_while_there_are_free_places(model, p
         (3, 0, 2, False),  # it can go nowhere else
     ):
         held = PausableEngine(engine(model, "none", device, host))
-        server = LiveServer(held, SchedulerLimits(1, rows=rows))
-        servers.append(server)
+        server = serve(held, SchedulerLimits(1, rows=rows))
         seen = watched(server)
         held.gate.clear()
         with ThreadPoolExecutor(3) as pool:
@@ -228,19 +211,19 @@ def test_a_text_leaves_others_their_buffers_while_there_are_free_places(model, p
         assert (max(each["host"] for each in seen) > 0) == away
 
 
-def test_a_long_prompt_off_the_device_is_read_in_pieces_while_others_go_on(model, plain, servers, monkeypatch):
+def test_a_long_prompt_off_the_device_is_read_in_pieces_while_others_go_on(model, plain, serve, monkeypatch):
     long, short = prompt(700), prompt(5)
     one = engine(model, "none", 2 * min_device_bytes(plain.target.kv, tokens(plain, long)), None)
-    servers.append(LiveServer(one, SchedulerLimits(1, rows=2, step=16), max_tokens=200))
-    scheduler, unread = servers[0].scheduler, list[int]()
+    server = serve(one, SchedulerLimits(1, rows=2, step=16), max_tokens=200)
+    scheduler, unread = server.scheduler, list[int]()
     assert one.tiers is not None
     monkeypatch.setattr(Admission, "_wanted", lambda *_: 1 << 40)  # no layer stays on the device
     step = scheduler._step
     scheduler._step = lambda: (unread.append(scheduler._batch.unread), step())
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(servers[0].post, asked(short, 0, 200))
+        first = pool.submit(server.post, asked(short, 0, 200))
         until(lambda: len(unread) > 1)
-        second = pool.submit(servers[0].post, asked(long))
+        second = pool.submit(server.post, asked(long))
         assert text_of(first.result(PATIENCE)) == wanted(plain, short, 0, 200)
         assert text_of(second.result(PATIENCE)) == wanted(plain, long)
     read = [before - after for before, after in pairwise(unread) if before > after]
@@ -251,13 +234,10 @@ def test_a_long_prompt_off_the_device_is_read_in_pieces_while_others_go_on(model
 # --- failures
 
 
-def test_a_full_disk_ends_one_request_and_frees_everything(model, plain, servers, tmp_path, monkeypatch):
+def test_a_full_disk_ends_one_request_and_frees_everything(model, plain, serve, tmp_path, monkeypatch):
     long, short = prompt(300), prompt(9)
     kv, size = plain.target.kv, tokens(plain, long)
-    servers.append(
-        LiveServer(engine(model, "trie", kv.nbytes * size - 1, 0, folder=tmp_path), SchedulerLimits(1, rows=4))
-    )
-    server = servers[0]
+    server = serve(engine(model, "trie", kv.nbytes * size - 1, 0, folder=tmp_path), SchedulerLimits(1, rows=4))
 
     def full(*told: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -279,14 +259,14 @@ def test_a_full_disk_ends_one_request_and_frees_everything(model, plain, servers
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("drafter", ["none", "low-rank", "retrieval"])
-def test_copies_that_fail_end_one_request_and_no_other(drafter, model, plain, servers, monkeypatch):
+def test_copies_that_fail_end_one_request_and_no_other(drafter, model, plain, serve, monkeypatch):
     texts = [prompt(words, seed) for seed, words in enumerate((600, 500, 700))]
     expected = [wanted(plain, text) for text in texts]
     kv, size = plain.target.kv, max(tokens(plain, text) for text in texts)
     drafting = drafting_bytes(Engine(model[0], drafter, settings=SMALL, tokenizer=model[1]), size)
     one = engine(model, drafter, 3 * (min_device_bytes(kv, size) + drafting), 1 << 30)
-    servers.append(LiveServer(one, SchedulerLimits(1, rows=3)))
-    server, write, broken = servers[0], CopyEngine.write, threading.Event()
+    server = serve(one, SchedulerLimits(1, rows=3))
+    write, broken = CopyEngine.write, threading.Event()
     assert one.tiers is not None
     monkeypatch.setattr(Admission, "_wanted", lambda *_: 1 << 40)  # no layer stays on the device
 
@@ -322,47 +302,39 @@ def test_copies_that_fail_end_one_request_and_no_other(drafter, model, plain, se
     assert text_of(server.post(asked(texts[0]))) == expected[0]
 
 
-def test_a_draft_whose_keys_cannot_be_fetched_ends_no_request(model, plain, servers, monkeypatch):
+def test_a_draft_whose_keys_cannot_be_fetched_ends_no_request(model, plain, serve, monkeypatch):
     texts = [prompt(words, seed) for seed, words in enumerate((600, 500, 700))]
     expected = [wanted(plain, text) for text in texts]
     one = engine(model, "low-rank", 1 << 26, None)
-    servers.append(LiveServer(one, SchedulerLimits(1, rows=3)))
+    server = serve(one, SchedulerLimits(1, rows=3))
     assert one.tiers is not None
     monkeypatch.setattr(Admission, "_wanted", lambda *_: 1 << 40)  # no layer stays on the device
-    caches: list[OffloadedCache] = []
-    chunks, urgent, propose = OffloadedCache.chunks, CopyEngine.fetch_now, one.level.planner.own[-1].propose
-    drafting = failing = False
+    caches, drafting, source = list[OffloadedCache](), threading.Event(), one.level.planner.own[-1]
+    fetch, propose = OffloadedCache._fetch_now, source.propose
 
-    def asking(cache: OffloadedCache, *told: Any) -> Any:
-        nonlocal failing
-        if drafting and not caches:
-            caches.append(cache)
-        failing = drafting and caches == [cache]
-        try:
-            return chunks(cache, *told)
-        finally:
-            failing = False
+    def broken(copy_engine: CopyEngine, parts: Parts) -> None:
+        raise OffloadError("in the test")
 
-    def hurried(copy_engine: CopyEngine, parts: Parts) -> None:
-        if failing:
-            raise OffloadError("in the test")
-        urgent(copy_engine, parts)
+    def fetching(cache: OffloadedCache, rows: Any) -> Any:
+        with monkeypatch.context() as patch:
+            if drafting.is_set() and (not caches or cache is caches[0]):
+                caches.append(cache)
+                patch.setattr(CopyEngine, "fetch_now", broken)
+            return fetch(cache, rows)
 
     def proposing(*told: Any) -> Any:
-        nonlocal drafting
-        drafting = True
+        drafting.set()
         try:
             return propose(*told)
         finally:
-            drafting = False
+            drafting.clear()
 
-    monkeypatch.setattr(OffloadedCache, "chunks", asking)
-    monkeypatch.setattr(CopyEngine, "fetch_now", hurried)
-    monkeypatch.setattr(one.level.planner.own[-1], "propose", proposing)
+    monkeypatch.setattr(OffloadedCache, "_fetch_now", fetching)
+    monkeypatch.setattr(source, "propose", proposing)
     with ThreadPoolExecutor(3) as pool:
-        answers = [each.result(PATIENCE) for each in [pool.submit(servers[0].post, asked(text)) for text in texts]]
+        answers = [each.result(PATIENCE) for each in [pool.submit(server.post, asked(text)) for text in texts]]
     assert caches and [text_of(answer) for answer in answers] == expected
-    nothing_taken(servers[0])
+    nothing_taken(server)
 
 
 # --- the budget

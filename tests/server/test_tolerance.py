@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from support.chat_models import QWEN, TOOLS
-from support.live_server import Json, LiveServer, bundled_engine, error_of, serving
+from support.live_server import Json, LiveServer, bundled_engine, error_of, serving, streamed
 
 from forerun.engine.engine import Engine
 from forerun.server.chat_schema import ChatRequest
 from forerun.server.schema import CompletionRequest
-from forerun.server.tolerance import HINTS, MAX_TOOLS, MAX_TURNS, NEUTRAL, Notes, is_neutral
+from forerun.server.tolerance import HINTS, NEUTRAL, Notes, is_neutral
 
 pytest.importorskip("llguidance")
 USER: Json = {"role": "user", "content": "Weather in Rome?"}
@@ -88,16 +88,8 @@ ROWS: list[tuple[str, Json]] = [
     (RESPONSES, {"reasoning": {"effort": "max", "context": "all", "summary": "auto"}}),
     (RESPONSES, {"tools": [FLAT_TOOL],
         "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "add"}]}}),
-    (
-        CHATS,
-        {
-            "tools": TOOLS,
-            "tool_choice": {
-                "type": "allowed_tools",
-                "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "add"}}]},
-            },
-        },
-    ),
+    (CHATS, {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {
+        "mode": "auto", "tools": [{"type": "function", "function": {"name": "add"}}]}}}),
     (RESPONSES, items({"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": "*** Begin"})),
     (RESPONSES, items({"type": "custom_tool_call_output", "call_id": "c", "output": "done"})),
     (RESPONSES, items({"type": "local_shell_call", "call_id": "c", "action": {"command": ["ls"]}})),
@@ -224,8 +216,6 @@ def test_the_last_turn_of_the_assistant_goes_on(server):
     assert chat == message == wanted
     new = server.post({**BASES[CHATS], "messages": turns, "add_generation_prompt": True}, CHATS)
     assert "last message is the assistant's" in error_of(new)["message"]
-    error = error_of(server.post({**BASES[CHATS], "continue_final_message": True}, CHATS))
-    assert error["param"] == "continue_final_message"
 
 
 def test_a_system_turn_goes_where_the_template_wants_it(engine):
@@ -249,9 +239,8 @@ def test_a_system_turn_goes_where_the_template_wants_it(engine):
 
 
 def test_usage_comes_with_each_chunk(server):
-    options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    lines = server.post({**BASES[TEXTS], "max_tokens": 8, **options}, TEXTS).text.split("\n\n")
-    *chunks, last = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    *chunks, last = streamed(server, {**BASES[TEXTS], "max_tokens": 8, **options})
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts) and counts[0] > 0 and counts[-1] == last["usage"]["completion_tokens"] == 8
 
@@ -267,8 +256,6 @@ def test_a_text_ends_at_a_stop_token_and_not_before_it_may(server):
     assert ended["choices"][0]["text"] == shown
     later = server.post({**asked, "stop_token_ids": [stop], "min_tokens": 12}, TEXTS).json()
     assert later["usage"]["completion_tokens"] == 12
-    assert error_of(server.post({**asked, "stop_token_ids": [10**6]}, TEXTS))["param"] == "stop_token_ids"
-    assert error_of(server.post({**asked, "min_tokens": 13}, TEXTS))["param"] == "min_tokens"
 
 
 def test_a_prompt_is_cut_to_its_end(server):
@@ -284,9 +271,6 @@ def test_a_prompt_is_cut_to_its_end(server):
 def test_a_long_answer_is_as_long_as_fits_where_an_agent_asks(server):
     answer = server.post({**BASES[MESSAGES], "max_tokens": 32_000}, MESSAGES).json()
     assert answer["stop_reason"] in ("max_tokens", "end_turn") and answer["usage"]["output_tokens"] <= 64
-    for name in ("max_tokens", "max_completion_tokens"):  # OpenAI's chats are refused, by the name they have sent
-        body = {key: value for key, value in BASES[CHATS].items() if key != "max_tokens"}
-        assert error_of(server.post({**body, name: 65}, CHATS))["param"] == name
 
 
 def test_a_message_follows_a_schema(server):
@@ -294,8 +278,6 @@ def test_a_message_follows_a_schema(server):
     for change in ({"output_config": {"format": form}}, {"output_format": form}):
         answer = server.post({**BASES[MESSAGES], **change, "max_tokens": 20}, MESSAGES).json()
         assert int(answer["content"][0]["text"]) in range(10)
-    wrong = server.post({**BASES[MESSAGES], "output_config": {"format": {"type": "x"}}}, MESSAGES).json()
-    assert "output_config.format" in wrong["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -331,31 +313,7 @@ def test_anthropics_errors_have_its_shape(server):
 # --- errors
 
 
-UNKEEPABLE: Json = {"type": "object", "properties": {"a": {"not": {}}}, "required": ["a"]}
-NAMED: list[tuple[str, Json, str]] = [
-    (RESPONSES, {"max_output_tokens": 0}, "max_output_tokens"),
-    (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "n", "schema": UNKEEPABLE}}}, "text.format"),
-    (CHATS, {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": UNKEEPABLE}}},
-     "response_format"),
-    (RESPONSES, {"previous_response_id": "resp_1"}, "previous_response_id"),
-    (RESPONSES, {"inptu": 1}, "inptu"),
-    (CHATS, {"top_logprobs": 21, "logprobs": True}, "top_logprobs"),
-    (TEXTS, {"logprobs": 21}, "logprobs"),
-    (MESSAGES, {"temperature": 3}, "temperature"),
-]  # fmt: skip
-"""Requests that are refused, and the field to blame."""
-
-
-def test_each_error_names_its_field(server: LiveServer) -> None:
-    tool = {"type": "function", "function": {"name": "f", "description": "\ud800"}}
-    body = json.dumps({**BASES[CHATS], "tools": [tool]})
-    kind = {"content-type": "application/json"}
-    error = error_of(server.http.post("/v1/chat/completions", content=body, headers=kind))
-    assert error["param"] == "tools.0.function.description" and "surrogate" in error["message"]
-    for address, change, param in NAMED:
-        answer = server.post({**BASES[address], **change}, address)
-        told = {} if address == MESSAGES else {"param": param}  # Anthropic's errors have no field
-        assert answer.status_code == 400 and answer.json()["error"].items() >= told.items(), (change, answer.text)
+def test_a_prompt_that_is_too_long_is_named_as_its_field() -> None:
     long = {"type": "content", "content": "word " * 100_000}
     with LiveServer(bundled_engine(QWEN)) as few:
         few.app.state.service.encode._positions = 1000
@@ -364,10 +322,6 @@ def test_each_error_names_its_field(server: LiveServer) -> None:
             assert error_of(few.post({**BASES[address], field: asked}, address))["param"] == field
         error = error_of(few.post({**BASES[CHATS], "prediction": long}, CHATS))
     assert error["param"] == "prediction" and "the prediction has more than" in error["message"]
-
-
-def test_an_unknown_address_is_named(server: LiveServer) -> None:
-    assert error_of(server.post({}, "embeddings"), 404)["message"] == "there is no POST /v1/embeddings here"
 
 
 def test_tokens_of_a_response_are_counted_and_models_are_anthropics_too(server: LiveServer) -> None:
@@ -391,15 +345,3 @@ def test_what_is_asked_in_http_is_answered_in_http(server: LiveServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port)) as one:
         one.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 200_000)
         assert one.recv(100).startswith(b"HTTP/1.1 431")
-
-
-def test_turns_and_tools_are_bounded(server):
-    for address, field, most in (
-        (CHATS, "messages", MAX_TURNS),
-        (MESSAGES, "messages", MAX_TURNS),
-        (RESPONSES, "input", MAX_TURNS),
-    ):
-        error = server.post({**BASES[address], field: [USER] * (most + 1)}, address).json()["error"]
-        assert f"{most:,} are the most" in error["message"] and field in error["message"]
-    error = error_of(server.post({**BASES[CHATS], "tools": TOOLS * MAX_TOOLS}, CHATS))
-    assert error["param"] == "tools" and f"{MAX_TOOLS} are the most" in error["message"]

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from support.live_server import Json, LiveServer, bundled_engine, serving
+from support.live_server import Json, bundled_engine, serving, streamed
 
 from forerun.engine.engine import Engine
 from forerun.server.admission import SchedulerLimits
@@ -26,16 +26,11 @@ def asked(**forerun: Any) -> Json:
     return {"model": "bundled", "prompt": PROMPT, "max_tokens": NEW, "temperature": 0, "forerun": forerun}
 
 
-def streamed(server: LiveServer, body: Json) -> list[Json]:
-    lines = server.post({**body, "stream": True}).text.split("\n\n")
-    assert lines[-2:] == ["data: [DONE]", ""]
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
-
-
 @pytest.mark.parametrize("stop", [None, " five six\n"])
 def test_a_traced_stream_says_who_drafted_each_token_of_its_text(engine, server, stop):
     body = {**asked(trace=True, namespace="traced"), "prompt": PROMPT + "one €", "stop": stop}
     whole = server.post({**body, "forerun": {}}).json()
+    assert not any("forerun" in chunk for chunk in streamed(server, {**body, "forerun": {}}))
     steps = [chunk for chunk in streamed(server, body) if "forerun" in chunk]
     for chunk in steps:
         said = chunk["forerun"]
@@ -53,16 +48,16 @@ def test_a_traced_stream_says_who_drafted_each_token_of_its_text(engine, server,
     assert request.prompt_length == whole["usage"]["prompt_tokens"]
 
 
-def test_where_answers_are_shared_nothing_is_told_of_drafts(engine, servers):
-    servers.append(LiveServer(engine, SchedulerLimits(1 << 30), drafter="trie", share=True))
+def test_where_answers_are_shared_nothing_is_told_of_drafts(engine, serve):
+    one = serve(engine, SchedulerLimits(1 << 30), drafter="trie", share=True)
     body = {**asked(trace=True), "stream_options": {"include_usage": True}}
-    chunks = streamed(servers[0], body)
+    chunks = streamed(one, body)
     for said in (chunk["forerun"] for chunk in chunks if "forerun" in chunk):
         assert said["drafted"] is said["accepted"] is None
         assert {token["source"] for token in said["tokens"]} == {None}
     assert "forerun" not in chunks[-1]["usage"] and "metrics" not in chunks[-1]
     body["forerun"]["drafter"] = "none"  # it is drafted from nothing
-    assert streamed(servers[0], body)[-1]["usage"]["forerun"]["drafted"] == 0
+    assert streamed(one, body)[-1]["usage"]["forerun"]["drafted"] == 0
 
 
 def test_padded_chunks_have_one_of_a_few_sizes(server):
@@ -73,17 +68,6 @@ def test_padded_chunks_have_one_of_a_few_sizes(server):
     assert {(len(each) - len("data: ")) % 256 for each in texts[1]} == {0}
     pieces = [[json.loads(each[6:])["choices"] for each in text] for text in texts]
     assert "".join(each[0]["text"] for each in pieces[0]) == "".join(each[0]["text"] for each in pieces[1])
-
-
-def test_a_prompt_that_was_read_before_counts_as_cached(server):
-    usages = [server.post({**asked(drafter="none"), "prompt": PROMPT * 8}).json()["usage"] for _ in range(2)]
-    assert usages[0]["completion_tokens_details"]["reasoning_tokens"] == 0
-    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
-    assert cached[0] == 0 < cached[1] < usages[1]["prompt_tokens"]
-
-
-def test_without_a_trace_there_is_none(server):
-    assert not any("forerun" in chunk for chunk in streamed(server, asked()))
 
 
 @pytest.mark.parametrize("chosen", [{"drafter": "none"}, {"budget": 0}, {"drafter": "none", "budget": 9}])
@@ -100,38 +84,8 @@ def test_a_budget_bounds_drafts_and_changes_no_text(server):
     assert served["choices"] == server.post(asked()).json()["choices"]
 
 
-@pytest.mark.parametrize(("wrong", "param", "told"), [
-    ({"drafter": "auto"}, "forerun.drafter", "this server has trie, none"),
-    ({"budget": 17}, "forerun.budget", "16"), ({"budget": -1}, "forerun.budget", "0"),
-    ({"budget": 1.5}, "forerun.budget", "integer"), ({"trace": True}, "trace", "for streams"),
-    ({"trac": True}, "forerun.trac", "no such field"),
-])  # fmt: skip
-def test_what_this_server_does_not_offer_is_refused(server, wrong, param, told):
-    answer = server.post(asked(**wrong))
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == param and told in answer.json()["error"]["message"]
-
-
 def test_the_model_says_what_a_client_may_ask_for(server):
     (model,) = server.http.get("/v1/models").json()["data"]
     assert model["forerun"] == {
         "drafters": ["trie", "none"], "budget": 16, "max_tokens": 4096, "chat": False, "exactness": "bitwise"
     }  # fmt: skip
-
-
-def test_a_traced_stream_of_a_request_that_fails_ends_with_the_error(engine, servers):
-    servers.append(LiveServer(engine, SchedulerLimits(1 << 30), drafter="trie"))
-    submit = servers[0].scheduler.submit
-
-    def failing(request: Any, *given: Any) -> Any:
-        def stopping(ids: Any) -> bool:
-            if len(request.generated) > 3:
-                raise RuntimeError("in the test")
-            return False
-
-        request.stopping = stopping
-        return submit(request, *given)
-
-    servers[0].scheduler.submit = failing
-    lines = servers[0].post({**asked(trace=True), "stream": True}).text.split("\n\n")
-    assert lines[-1] == "" and json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "failed"

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import os
 import socket
 import threading
@@ -187,6 +188,13 @@ def ready(port: int) -> bool:
         return httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200
     except httpx.TransportError:
         return False
+
+
+def streamed(server: LiveServer, body: Json, address: str = "completions") -> list[Json]:
+    """What the events of a stream say, which ends as it should."""
+    *events, end, empty = server.post({**body, "stream": True}, address).text.split("\n\n")
+    assert (end, empty) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
 def text_of(answer: httpx.Response) -> str:

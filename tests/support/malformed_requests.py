@@ -314,18 +314,26 @@ class RequestFuzzer:
         return schema
 
     def _spoil(self, body: Json) -> None:
-        """Put something strange somewhere."""
-        places = [(body, key) for key in body] + [(body, self._random.choice(("", "unknown", "\ud800", "__class__")))]
-        for inner in [value for value in body.values() if isinstance(value, dict | list)]:
-            keys = inner if isinstance(inner, dict) else range(len(inner))
-            places += [(inner, key) for key in keys]
-        holder, key = self._random.choice(places)
+        """Put something strange somewhere, at any depth equally often."""
+        places = [[(body, self._random.choice(("", "unknown", "\ud800", "__class__"))), *((body, key) for key in body)]]
+        while inner := [holder[key] for holder, key in places[-1] if isinstance(holder, list) or key in holder]:
+            below = [(each, key) for each in inner for key in _keys(each)]
+            if not below:
+                break
+            places.append(below)
+        holder, key = self._random.choice(self._random.choice(places))
         strange = [
             copy.deepcopy(self._random.choice(SCALARS)),
             _nested(self._random.choice((3, 50, 400))),
             copy.deepcopy(self._random.choice(SCHEMAS)),
         ]
         holder[key] = self._random.choices(strange, (0.8, 0.1, 0.1))[0]
+
+
+def _keys(value: Json) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value)
+    return list(range(len(value))) if isinstance(value, list) else []
 
 
 def _nested(depth: int) -> Json:

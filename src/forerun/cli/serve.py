@@ -34,7 +34,7 @@ def run(options: ServeOptions) -> None:
     missing = [name for name in SERVE_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"forerun serve needs {', '.join(missing)}; install them by: {install_command('serve')}")
-    from forerun.server.learned_texts import check_files
+    from forerun.server.index_files import check_files
     from forerun.server.settings import free_disk, read_settings
 
     settings = read_settings(options.flags(), options.config)

@@ -8,7 +8,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 from forerun.core.request import Request
 from forerun.engine.result import Commit
@@ -25,16 +26,12 @@ Ending = Literal["finished", "cancelled", "deadline", "displaced", "error"]
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """Limits of a scheduler; raises ValueError for one under 1 (``waiting``: under 0).
+    """Limits of a scheduler; raises ValueError for one under 1 (``waiting``: under 0)."""
 
-    ``memory`` is the bytes for keys and values of running requests, unless the engine has ``tiers``; ``step`` is the
-    prompt tokens prefilled per step.
-    """
-
-    memory: int
+    memory: int  # bytes of keys and values of running requests, unless the engine has ``tiers``
     rows: int = 16
     waiting: int = 128
-    step: int = 256
+    step: int = 256  # prompt tokens prefilled per step
     tenants: int = 1
 
     def __post_init__(self) -> None:
@@ -45,46 +42,41 @@ class SchedulerLimits:
 
 @dataclass(eq=False)
 class ScheduledRequest:
-    """A submitted request, from waiting to its end.
-
-    Both callbacks run in the scheduler's thread and must return at once. ``on_end`` is called once; ``request.error``
-    then has an error's details.
-
-    Attributes:
-        deadline: time by ``time.monotonic`` when it is ended with the tokens it has; None for never.
-        needs: total bytes of its keys and values.
-        tokens: its maximum length, including drafts.
-        drafting: the part of ``needs`` for draft levels.
-        placed: whether it occupies a place in the queue, as no row was free when it came.
-        admitted: start by ``time.monotonic``; None before.
-    """
+    """A submitted request. Its callbacks run in the scheduler's thread and must return at once."""
 
     request: Request
     tenant: str
     on_commit: Callable[[Commit], None]
-    on_end: Callable[[Ending], None]
-    deadline: float | None = None
-    needs: int = 0
-    tokens: int = 0
-    drafting: int = 0
-    placed: bool = False
-    admitted: float | None = None
+    on_end: Callable[[Ending], None]  # called once; ``request.error`` then has an error's details
+    deadline: float | None = None  # by ``time.monotonic``; the request then ends with the tokens it has
+    needs: int = 0  # bytes of its keys and values
+    tokens: int = 0  # its maximum length, including drafts
+    drafting: int = 0  # the part of ``needs`` for draft levels
+    placed: bool = False  # whether it occupies a place in the queue, as no row was free when it came
+    admitted: float | None = None  # start by ``time.monotonic``
     ending: Ending | None = None
 
     def end(self, how: Ending) -> None:
-        """Notify the client, once. A client that fails does not stop the others."""
+        """Notify the client, once; log its failure."""
         if self.ending is None:
             self.ending = how
-            try:
-                self.on_end(how)
-            except Exception:
-                log.exception("the end of a request could not be delivered to its client")
+            attempt(partial(self.on_end, how), "the end of a request could not be delivered to its client")
 
     def seconds_left(self, now: float) -> float:
         """Estimate the time until a running request ends, at its maximum length and its speed so far."""
         elapsed, tokens = now - (self.admitted or now), max(1, len(self.request.generated))
         left = elapsed / tokens * self.request.remaining
         return left if self.deadline is None else min(left, self.deadline - now)
+
+
+def attempt(job: Callable[[], Any], failure: str) -> bool:
+    """Run a job; return whether it succeeded, and log its ``failure``."""
+    try:
+        job()
+    except Exception:
+        log.exception(failure)
+        return False
+    return True
 
 
 class QueueFullError(Exception):
@@ -96,21 +88,19 @@ class QueueFullError(Exception):
 
 
 class FairShare:
-    """One resource of a server, divided equally among its tenants.
+    """One resource, divided equally among tenants; unused shares are lent, but ``reserve`` waits for new tenants."""
 
-    Unused shares are lent to other tenants, except for ``kept``, a reserve while some tenants have nothing.
-    """
-
-    def __init__(self, capacity: float, tenants: int = 1, kept: float = 0) -> None:
-        self.capacity, self._tenants, self._kept = capacity, tenants, kept
+    def __init__(self, capacity: float, tenants: int = 1, reserve: float = 0) -> None:
+        self.capacity, self._tenants, self._reserve = capacity, tenants, reserve
         self._used: Counter[str] = Counter()
 
     @property
     def used(self) -> int:
-        """Return the amount that all tenants hold."""
+        """Return the amount that all tenants use."""
         return sum(self._used.values())
 
-    def of(self, tenant: str) -> int:
+    def used_by(self, tenant: str) -> int:
+        """Return the amount that a tenant uses."""
         return self._used[tenant]
 
     def share(self, tenant: str) -> float:
@@ -119,38 +109,37 @@ class FairShare:
         return self.capacity / (present + (present < self._tenants))
 
     def allows(self, tenant: str, amount: int) -> bool:
-        """Return whether a tenant may take ``amount`` more now."""
+        """Return whether a tenant may acquire ``amount`` more now."""
         free = self.capacity - self.used - amount
-        kept = self._kept if len(self._used) < self._tenants else 0
-        return free >= kept or (free >= 0 and self.owed(tenant, amount))
+        reserve = self._reserve if len(self._used) < self._tenants else 0
+        return free >= reserve or (free >= 0 and self.within_share(tenant, amount))
 
-    def owed(self, tenant: str, amount: int) -> bool:
+    def within_share(self, tenant: str, amount: int) -> bool:
         """Return whether a tenant has nothing yet, or stays within its share with ``amount`` more."""
         mine = self._used.get(tenant, 0)
         return not mine or mine + amount <= self.share(tenant)
 
-    def take(self, tenant: str, amount: int) -> None:
+    def acquire(self, tenant: str, amount: int) -> None:
         if amount:
             self._used[tenant] += amount
 
-    def give(self, tenant: str, amount: int) -> None:
-        """Count what a tenant returns."""
+    def release(self, tenant: str, amount: int) -> None:
         self._used[tenant] -= amount
         if self._used[tenant] <= 0:
             del self._used[tenant]
 
-    def debtor(self, tenant: str) -> str | None:
-        """Return the tenant furthest beyond its share, from whom a tenant within its share may take, or None."""
+    def lender(self, tenant: str) -> str | None:
+        """Return the tenant furthest beyond its share, if ``tenant`` is within its own."""
         most = max(self._used, key=self._used.__getitem__, default=tenant)
-        return most if most != tenant and self.owed(tenant, 1) and self._used[most] > self.share(tenant) else None
+        lends = most != tenant and self.within_share(tenant, 1) and self._used[most] > self.share(tenant)
+        return most if lends else None
 
 
 class Admission:
     """All waiting and running requests; the tenant that has been served the fewest tokens is next.
 
-    A request holds its row and its memory until it ends. A tenant that returns after a pause starts level with the
-    least served tenant present: unused shares are not saved up. An engine's ``tiers`` count caches themselves; then
-    only draft levels, on the device, are charged here.
+    A tenant that returns after a pause starts level with the least served one present: unused shares are not saved up.
+    An engine's ``tiers`` count caches themselves; then only draft levels, on the device, are charged here.
     """
 
     def __init__(self, limits: SchedulerLimits, tiers: Tiers | None = None) -> None:
@@ -159,12 +148,11 @@ class Admission:
         self._queues: dict[str, deque[ScheduledRequest]] = {}
         self._served: dict[str, float] = {}
         self._places = FairShare(limits.waiting, limits.tenants)
-        self._rows = FairShare(limits.rows, limits.tenants, kept=1)
+        self._rows = FairShare(limits.rows, limits.tenants, reserve=1)
         self._starting = False
-        self._tiers, memory = tiers, float(limits.memory)
-        if tiers is not None:
-            memory = sum(tiers.memory.limits.values())
-        self._memory = FairShare(memory, limits.tenants, kept=memory / limits.rows)
+        self._tiers = tiers
+        memory = float(limits.memory) if tiers is None else sum(tiers.memory.limits.values())
+        self._memory = FairShare(memory, limits.tenants, reserve=memory / limits.rows)
 
     @property
     def waiting(self) -> int:
@@ -196,25 +184,21 @@ class Admission:
                 f"{self._memory.capacity:,}; {SMALLER_REQUEST}"
             )
 
-    def check_places(self, tenant: str, texts: int) -> None:
-        """Raise a QueueFullError if ``texts`` requests cannot all be placed, before any work for them."""
-        share = math.floor(self._places.share(tenant)) - self._places.of(tenant)
-        if texts > self._free_rows + max(self.limits.waiting - self._places.used, share):
+    def check_places(self, tenant: str, requests: int) -> None:
+        """Raise a QueueFullError if so many requests cannot all be placed, before any work for them."""
+        share = math.floor(self._places.share(tenant)) - self._places.used_by(tenant)
+        if requests > self._free_rows + max(self.limits.waiting - self._places.used, share):
             raise QueueFullError(self.waiting, self.retry_after(tenant))
 
     def add(self, request: ScheduledRequest) -> ScheduledRequest | None:
-        """Enqueue a request, and return the one that lost its place to it, if any.
-
-        That is the newest of the tenant furthest beyond its share. If all places are taken and no other tenant is
-        beyond its share, raise a QueueFullError.
-        """
+        """Enqueue a request; return the one that loses its place to it, if any. Raise QueueFullError if none does."""
         displaced, tenant = None, request.tenant
         starts = self._free_rows > 0 and self._rows.allows(tenant, 1 + self._starting_next) and self._has_room(request)
         if not starts and not self._places.allows(tenant, 1):
-            debtor = self._places.debtor(tenant)
-            if debtor is None:
+            lender = self._places.lender(tenant)
+            if lender is None:
                 raise QueueFullError(self.waiting, self.retry_after(tenant))
-            displaced = self._queues[debtor][-1]
+            displaced = self._queues[lender][-1]
             self.remove(displaced)
         self._served.setdefault(tenant, min(self._served.values(), default=0.0))
         self._queues.setdefault(tenant, deque()).append(request)
@@ -223,11 +207,7 @@ class Admission:
         return displaced
 
     def next(self) -> ScheduledRequest | None:
-        """Start and return the next request, or None if none may start.
-
-        A tenant is passed over if it would exceed its share and there is no room for that. No request overtakes one
-        that waits for memory, so that a large one does not starve.
-        """
+        """Start and return the next request, or None; no request overtakes one that waits for memory."""
         for tenant in sorted(self._queues, key=self._served.__getitem__):
             request = self._queues[tenant][0]
             room, allowed = self._has_room(request), self._memory.allows(tenant, request.needs)
@@ -235,7 +215,7 @@ class Admission:
                 self.remove(request)
                 self._start(request)
                 return request
-            if not room and self._memory.owed(tenant, request.needs):
+            if not room and self._memory.within_share(tenant, request.needs):
                 return None
         return None
 
@@ -251,8 +231,8 @@ class Admission:
         """Remove a request; return whether it was present."""
         tenant = request.tenant
         if self.running.pop(request.request.id, None) is not None:
-            self._rows.give(tenant, 1)
-            self._memory.give(tenant, request.needs)
+            self._rows.release(tenant, 1)
+            self._memory.release(tenant, request.needs)
             if self._tiers is not None:
                 self._tiers.charge(-request.drafting)
         else:
@@ -262,7 +242,7 @@ class Admission:
             queue.remove(request)
             if request.placed:
                 request.placed = False
-                self._places.give(tenant, 1)
+                self._places.release(tenant, 1)
             if not queue:
                 del self._queues[tenant]
         return True
@@ -280,11 +260,11 @@ class Admission:
         """Estimate the seconds until a row is free for a tenant, from the running requests."""
         now = time.monotonic()
         left = sorted(each.seconds_left(now) for each in list(self.running.values()))
-        rounds, place = divmod(self._places.of(tenant), max(1, len(left)))
+        rounds, place = divmod(self._places.used_by(tenant), max(1, len(left)))
         return max(1, math.ceil(left[place] + rounds * left[-1])) if left else 1
 
     def reserve(self, request: ScheduledRequest) -> DeviceReserve | None:
-        """Return what the request from ``next`` must leave free on the device, if the engine has tiers."""
+        """Return the device memory that the request from ``next`` must leave free, if the engine has tiers."""
         return None if self._tiers is None else DeviceReserve(wanted=self._wanted(self._tiers, request))
 
     def started(self) -> None:
@@ -302,18 +282,18 @@ class Admission:
 
     def _place(self, request: ScheduledRequest) -> None:
         request.placed = True
-        self._places.take(request.tenant, 1)
+        self._places.acquire(request.tenant, 1)
 
     def _start(self, request: ScheduledRequest) -> None:
         self._starting = True
         self.running[request.request.id] = request
-        self._rows.take(request.tenant, 1)
-        self._memory.take(request.tenant, request.needs)
+        self._rows.acquire(request.tenant, 1)
+        self._memory.acquire(request.tenant, request.needs)
         if self._tiers is not None:
             self._tiers.charge(request.drafting)
 
     def _wanted(self, tiers: Tiers, request: ScheduledRequest) -> int:
-        """Return the device bytes that a request leaves free if it can: buffers for later requests of its length."""
+        """Return the bytes of device buffers that a request leaves to later ones of its length, if it can."""
         each = min_device_bytes(tiers.shape, request.tokens)
         reserved = int(RESERVED_DEVICE_FRACTION * tiers.memory.device) // each
         return each * max(0, min(self.limits.rows - len(self.running) + self._starting - 1, reserved))

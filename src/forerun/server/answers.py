@@ -1,4 +1,4 @@
-"""Turn tokens into what is sent: whole characters up to a stop string, log-probabilities, and traces."""
+"""Turn tokens into whole characters up to a stop string, log-probabilities, and traces."""
 
 from __future__ import annotations
 
@@ -20,33 +20,27 @@ Finish = Literal["stop", "length", "tool_calls"]
 FINISH: dict[FinishReason, Finish] = {"eos": "stop", "stop": "stop", "length": "length"}
 """OpenAI's finish reasons; errors have none."""
 IMPOSSIBLE_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON lacks; OpenAI uses this number, too."""
+"""OpenAI's number for minus infinity, which JSON lacks."""
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token of an answer, with the bytes and log-probabilities of the likeliest at its position (``top``).
-
-    ``logprob`` is None for the very first token; ``offset`` is the token's start, in characters of the answer.
-    """
+    """A token of an answer with its log-probability."""
 
     spelling: bytes
-    logprob: float | None
-    top: Sequence[tuple[bytes, float]]
-    offset: int
+    logprob: float | None  # None for the very first token
+    top: Sequence[tuple[bytes, float]]  # the likeliest tokens at its position
+    offset: int  # its start, in characters of the answer
 
 
 @dataclass(frozen=True)
 class Delta:
-    """New text of one choice; the last one has a ``finish_reason``.
-
-    Of a parsed message, ``text`` is the content. ``logprobs`` are those of tokens that begin in the text.
-    """
+    """New text of one choice; the last one has a ``finish_reason``."""
 
     index: int
-    text: str
+    text: str  # of a parsed message, the content
     finish_reason: Finish | None = None
-    logprobs: Sequence[TokenLogprob] | None = None
+    logprobs: Sequence[TokenLogprob] | None = None  # of tokens that begin in the text
     trace: dict[str, Any] | None = None
     reasoning: str = ""
     calls: Sequence[CallDelta] = ()
@@ -54,11 +48,7 @@ class Delta:
 
 
 class StopStrings:
-    """A filter that passes characters on up to the first stop string, wherever pieces are cut.
-
-    Characters that may begin a stop string wait for more. The stop string that is complete first counts; of several at
-    once, the longest. ``found`` is that string, or None.
-    """
+    """A filter that ends text before the first complete stop string, ``found``, and holds back what may begin one."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = strings
@@ -71,7 +61,7 @@ class StopStrings:
         text = self._pending + text
         found = [(at + len(string), at, string) for string in self._strings if (at := text.find(string)) >= 0]
         if found:
-            _, cut, self.found = min(found)
+            _, cut, self.found = min(found)  # of several that end together, the longest
         else:
             cut = len(text) - max((self._overlap(text, each) for each in self._strings), default=0)
         self._pending = "" if found else text[cut:]
@@ -89,18 +79,15 @@ class StopStrings:
 
 
 class Echo(NamedTuple):
-    """A prompt that begins an answer, how many of its tokens count as generated, and whether more follows."""
+    """A prompt that begins an answer."""
 
     text: str
-    tokens: int
-    goes_on: bool = True
+    tokens: int  # how many of its tokens count as generated
+    continues: bool = True  # whether more follows
 
 
 class AnswerText:
-    """One answer as it grows, after ``prompt``, or beginning with its ``echo``.
-
-    ``stops`` end it; ``hidden`` tokens end it, too, and are not shown; for ``keep``, see ``Detokenizer``.
-    """
+    """One answer as it grows. ``stops`` and ``hidden`` tokens end it unseen; for ``keep``, see ``Detokenizer``."""
 
     def __init__(
         self,
@@ -114,10 +101,8 @@ class AnswerText:
         self._hidden = hidden
         self._detokenizer = Detokenizer(tokenizer, prompt, keep)
         self._stops = StopStrings(stops)
-        self._echo = echo.text if echo is not None else ""
-        self._echoed = self.echoed = 0 if echo is None else echo.tokens
-        """Prompt tokens that count as generated."""
-        self.goes_on = echo is None or echo.goes_on
+        self._echo, self.echoed, self.continues = echo or Echo("", 0)
+        self._echoes = self.echoed
 
     @property
     def stop_string(self) -> str | None:
@@ -130,15 +115,15 @@ class AnswerText:
 
     def _add(self, token: int) -> str:
         text, self._echo = self._echo, ""
-        if self._echoed or not self.goes_on:
-            self._echoed -= 1
+        if self._echoes or not self.continues:
+            self._echoes -= 1
             return text
         if token in self._hidden:
             return text
         return text + "".join(self._stops.add(piece.text) for piece in self._detokenizer.add(token, False))
 
     def end(self) -> str:
-        if not self.goes_on:
+        if not self.continues:
             return ""
         rest = "".join(self._stops.add(piece.text) for piece in self._detokenizer.flush())
         return rest + self._stops.flush()
@@ -147,21 +132,14 @@ class AnswerText:
 class LogprobStreamer:
     """A stream of each token's log-probability, with the characters in which the token begins.
 
-    Tokens that end an answer or begin after a stop string are left out. Those of ``prompt`` are included, the first one
-    without a log-probability; ``echoed`` has their characters, and may contain special tokens. Without ``goes_on``,
-    nothing follows the prompt.
+    It includes the ``prompt`` of an ``echo``, which may contain special tokens, and leaves out tokens that end an
+    answer or begin after a stop string.
     """
 
     def __init__(
-        self,
-        spell: TokenBytes,
-        request: Request,
-        ends: frozenset[int],
-        prompt: Sequence[int] = (),
-        echoed: str = "",
-        goes_on: bool = True,
+        self, spell: TokenBytes, request: Request, ends: frozenset[int], echo: Echo | None, prompt: Sequence[int]
     ) -> None:
-        self._text, self._goes_on = echoed, goes_on
+        self._text, _, self._continues = echo or Echo("", 0)
         self._spell, self._request, self._ends = spell, request, ends
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending: deque[TokenLogprob] = deque()
@@ -171,14 +149,14 @@ class LogprobStreamer:
             self._pending.append(TokenLogprob(spell(prompt[0]), None, (), 0))
             self._count_echoed(prompt[0])
 
-    def take(self, characters: int, rest: bool) -> list[TokenLogprob]:
+    def advance(self, characters: int, rest: bool) -> list[TokenLogprob]:
         """Return the tokens that begin in the next ``characters`` of the answer; with ``rest``, all that are left."""
         self._sent += characters
         self._read_new()
-        taken = []
+        found = []
         while self._pending and (rest or self._pending[0].offset < self._sent):
-            taken.append(self._pending.popleft())
-        return taken
+            found.append(self._pending.popleft())
+        return found
 
     def _read_new(self) -> None:
         """Move new log-probabilities out of the request, which would keep them to its end."""
@@ -191,9 +169,10 @@ class LogprobStreamer:
             if place < self._echoed:
                 self._pending.append(self._spelled(each))
                 self._count_echoed(each.token)
-            elif self._goes_on and each.token not in self._ends:
+            elif self._continues and each.token not in self._ends:
                 self._pending.append(self._spelled(each))
-                self._count(each.token)
+                if not self._spell.skipped(each.token):
+                    self._characters += len(self._decoder.decode(self._spell(each.token)))
 
     def _count_echoed(self, token: int) -> None:
         """Advance in the echoed characters, except for tokens and a first space that the tokenizer has added."""
@@ -203,32 +182,24 @@ class LogprobStreamer:
                 self._characters += len(piece)
                 return
 
-    def _count(self, token: int) -> None:
-        if not self._spell.skipped(token):
-            self._characters += len(self._decoder.decode(self._spell(token)))
-
     def _spelled(self, one: Logprob) -> TokenLogprob:
         top = [(self._spell(token), max(logprob, IMPOSSIBLE_LOGPROB)) for token, logprob in one.top]
         return TokenLogprob(self._spell(one.token), max(one.logprob, IMPOSSIBLE_LOGPROB), top, self._characters)
 
 
 def prompt_trace(request: Request, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    """Trace how much of a prompt was cached, and where it leaves its namespace's most similar kept prompt or answer.
-
-    The cached part ends there or a little earlier. Without ``differs_at``, it left none.
-    """
-    told: dict[str, Any] = {"tokens": request.prompt_length, "cached": request.cached_tokens}
+    """Trace how much of a prompt was cached, and where it differs from the most similar one kept in its namespace."""
+    trace: dict[str, Any] = {"tokens": request.prompt_length, "cached": request.cached_tokens}
     if (broken := request.prefix_break) is not None:
-        told["differs_at"] = broken.position
-        told |= {"kept": decode(broken.kept.tolist()), "given": decode(broken.given.tolist())}
-    return told
+        trace["differs_at"] = broken.position
+        trace |= {"kept": decode(broken.kept.tolist()), "given": decode(broken.given.tolist())}
+    return trace
 
 
 def step_trace(commit: Commit, texts: Sequence[str], shared: bool = False) -> dict[str, Any]:
-    """Trace a step whose tokens added ``texts``. A character of several tokens belongs to the last of them.
+    """Trace a step whose tokens added ``texts``; the first step's seconds include prefill.
 
-    The first step's seconds include prefill. If tenants draft from each other's outputs (``shared``), sources and
-    counts are left out: they would reveal others' answers.
+    If tenants share drafts (``shared``), sources and counts are left out: they would reveal others' answers.
     """
     tokens: list[dict[str, Any]] = [
         {"id": token, "text": text, "source": None if shared else Origin(origin).word}

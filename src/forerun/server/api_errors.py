@@ -11,7 +11,6 @@ from starlette.responses import Response
 ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 """OpenAI's error types by status; others are ``invalid_request_error`` below 500, and ``server_error``."""
 ANTHROPIC_ADDRESS = "/v1/messages"
-"""Prefix of Anthropic's addresses."""
 ANTHROPIC_ERRORS = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
@@ -43,11 +42,16 @@ class ApiError(Exception):
 
     @property
     def anthropic_body(self) -> dict[str, Any]:
-        """Return Anthropic's shape; its client reads the code in ``details``."""
         kind = ANTHROPIC_ERRORS.get(self.status, "api_error")
-        return {"type": "error", "error": {"type": kind, "message": self.message, "details": {"error_code": self.code}}}
+        details = {"error_code": self.code}  # where Anthropic's client reads it
+        return {"type": "error", "error": {"type": kind, "message": self.message, "details": details}}
 
     def response(self, path: str = "") -> Response:
         """Make the response in the shape of the API at ``path``, in ASCII, so that no client's characters break it."""
         body = self.anthropic_body if path.startswith(ANTHROPIC_ADDRESS) else self.body
         return Response(json.dumps(body), self.status, self.headers, "application/json")
+
+
+def invalid(field: str | None, message: str) -> ApiError:
+    """Make the error for a wrong value of a field."""
+    return ApiError(400, message, "invalid_value", field)

@@ -1,4 +1,4 @@
-"""The HTTP application: OpenAI's addresses, the page, health, metrics. A whole answer is the fold over its stream."""
+"""The HTTP application: OpenAI's and Anthropic's addresses, the page, health, metrics."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from forerun import __version__
 from forerun.core.request import Request
 from forerun.engine.engine import Engine
 from forerun.server.admission import SchedulerLimits
-from forerun.server.api_errors import ApiError
-from forerun.server.bodies import BodyReader, describe_bodies
-from forerun.server.calls import Call, ClientGoneError
+from forerun.server.api_errors import ApiError, invalid
+from forerun.server.bodies import BodyReader
+from forerun.server.calls import Call
 from forerun.server.chat_schema import ChatRequest, GenerationBody, TokenizeRequest, TranslatedRequest
-from forerun.server.learned_texts import restore_index
+from forerun.server.index_files import restore_index
 from forerun.server.messages_api import CountTokensRequest, MessagesFormat, MessagesRequest
 from forerun.server.middleware import OPEN_ADDRESSES, GuardMiddleware
 from forerun.server.prompt_encoder import EncodedPrompt
@@ -39,41 +39,36 @@ from forerun.server.schema import CompletionRequest, DetokenizeRequest
 from forerun.server.service import Service
 from forerun.server.settings import ServerSettings
 from forerun.server.tolerance import Notes
-from forerun.server.warm_prompts import read_prompts, warm_prompts
+from forerun.server.warm_prompts import prefill_prompts, warm_prompts
 
 log = logging.getLogger(__name__)
 AnyFormat = ReplyFormat | ResponsesFormat | MessagesFormat
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 """Keep proxies from buffering a stream."""
-CLOSING = (503, "the server is closing and has cancelled the request", "closing")
-"""Arguments of an ``ApiError`` for a cancelled request; a client that cancelled it does not listen."""
 PING = ": ping\n\n"
 """A comment that keeps silent streams open."""
 PIECE_BYTES = 1 << 16
-"""Size of the pieces in which a whole answer is written."""
+"""Size of the pieces in which a complete answer is written."""
 SWITCH_SECONDS = 0.001
-"""Time after which a Python thread lets another run. A step waits this long, five times or more, beside a thread that
-checks a body: with Python's 0.005, such a thread made a loop of five handovers take 17 instead of 3 ms."""
+"""Python's thread switch interval. A step waits this long five times or more while a body is checked: with Python's
+0.005, a loop of five handovers needed 17 instead of 3 ms."""
 COLLECTION = (10_000, 50, 50)
-"""Garbage collector's thresholds. With Python's (700, 10, 10), parsing the largest body collects all objects, in 0.06
-seconds."""
+"""Garbage collector's thresholds. With Python's (700, 10, 10), the largest body causes full collections of 0.06 s."""
 SERVER_FAILED = ApiError(500, "the server failed; its log says more", "failed")
 
 STATIC = Path(__file__).parent / "static"
 PAGE_FILES = {
     "/": STATIC / "index.html",
-    **{
-        f"/page/{name}": STATIC / name
-        for name in ("page.css", "page.js", "column.js", "stream.js", "verdict.js", "icon.svg")
-    },
+    **{f"/page/{name}": STATIC / name for name in ("page.css", "page.js", "column.js", "stream.js", "verdict.js")},
+    "/page/icon.svg": STATIC / "icon.svg",
     "/page/prompts.json": Path(forerun.reference.__file__).parent / "demo.json",
 }
-"""The page's addresses and files. They need no key, as they contain no secret."""
+"""The page's addresses and files, which need no key."""
 CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
 )
-"""Let the browser load only these files and this server's answers, and nothing injected into the page."""
+"""The browser loads only these files and this server's answers."""
 PAGE_HEADERS = {
     "Content-Security-Policy": CONTENT_POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -93,11 +88,7 @@ def create_app(
     limits: SchedulerLimits,
     on_finished: Callable[[Request], None] | None = None,
 ) -> FastAPI:
-    """Make an application that serves one engine; its ``state.service`` is the ``Service``.
-
-    It first fills the drafter's index, with the errors of ``restore_index``, and starts a thread that decodes until the
-    application ends. ``on_finished``: see ``Scheduler``. Raises ValueError for a wrong key.
-    """
+    """Make an application that serves one engine; raise ValueError for a wrong key or a wrong index."""
     tenants = settings.tenant_keys().tenants
     saver = restore_index(engine, settings, tenants)
     service = Service(engine, settings, limits, on_finished)
@@ -106,12 +97,12 @@ def create_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         if saver is not None:
             saver.start()
-        reading = asyncio.create_task(read_prompts(service, warm_prompts(settings.warm), tenants))
+        prefilling = asyncio.create_task(prefill_prompts(service, warm_prompts(settings.warm), tenants))
         try:
             with short_pauses():
                 yield
         finally:
-            reading.cancel()
+            prefilling.cancel()
             await asyncio.to_thread(service.close)
             if saver is not None:
                 await asyncio.to_thread(saver.close)
@@ -128,7 +119,7 @@ def create_app(
     if settings.page:
         for address, file in PAGE_FILES.items():
             app.add_api_route(address, _page_file(file), include_in_schema=False)
-    describe_bodies(app, bodies)
+    app.openapi = bodies.description(app)  # type: ignore[method-assign]
     return app
 
 
@@ -154,13 +145,8 @@ def guarded(app: ASGIApp, settings: ServerSettings) -> ASGIApp:
     )
     if not origins:
         return checked
-    return CORSMiddleware(
-        checked,
-        allow_origins=origins,
-        allow_methods=["GET", "POST"],
-        allow_headers=["*"],
-        expose_headers=["X-Request-Id", "Retry-After"],
-    )
+    options: Any = {"allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+    return CORSMiddleware(checked, origins, **options, expose_headers=["X-Request-Id", "Retry-After"])
 
 
 def _add_generation(app: FastAPI, service: Service, bodies: BodyReader) -> None:
@@ -169,9 +155,9 @@ def _add_generation(app: FastAPI, service: Service, bodies: BodyReader) -> None:
     ) -> None:
         @app.post(address, response_model=None, openapi_extra=bodies.described(model))
         async def answer(request: HTTPRequest) -> Response:
-            body, asked, notes = await bodies.read(request, model)
+            body, translated, notes = await bodies.read(request, model)
             with model.own_names():
-                return await _answer(service, body, asked, notes, request, kind)
+                return await _answer(service, kind(body, request.state.request_id), translated, notes, request)
 
     add("/v1/completions", CompletionRequest, CompletionFormat)
     add("/v1/chat/completions", ChatRequest, ChatFormat)
@@ -180,23 +166,17 @@ def _add_generation(app: FastAPI, service: Service, bodies: BodyReader) -> None:
 
 
 async def _answer(
-    service: Service,
-    body: GenerationBody | TranslatedRequest,
-    asked: GenerationBody,
-    notes: Notes,
-    request: HTTPRequest,
-    kind: Callable[[Any, str], AnyFormat],
+    service: Service, form: AnyFormat, body: GenerationBody, notes: Notes, request: HTTPRequest
 ) -> Response:
     """Start a call, and return a response that writes its answer without holding the request's body."""
     state = request.scope["state"]
-    tenant, number, deadline = state["tenant"], state["request_id"], service.deadline()
-    form = kind(body, number)
+    tenant, deadline = state["tenant"], service.deadline()
     form.note(notes)
     if notes:
         log.info("of the request: %s", "; ".join(notes))
     watcher = asyncio.create_task(disconnected(request.receive))
     try:
-        call = await service.call(asked, tenant, number, state["held"])
+        call = await service.call(body, tenant, state["request_id"], state["held"])
         watcher.add_done_callback(lambda _: call.cancel())
         await call.start(tenant, deadline)
     except BaseException:
@@ -204,14 +184,12 @@ async def _answer(
         raise
     request.__dict__.pop("_body", None)  # the framework would keep it until the answer ends
     state["held"].release(keep=call.nbytes)
-    if asked.stream:
+    if body.stream:
         return StreamingResponse(_events(call, form, watcher), 200, STREAM_HEADERS, "text/event-stream")
     return _WholeResponse(call, form, watcher)
 
 
 class _WholeResponse(Response):
-    """An answer in one piece, sent when it is complete."""
-
     def __init__(self, call: Call, form: AnyFormat, watcher: asyncio.Task[None]) -> None:
         super().__init__()
         self._call, self._form, self._watcher = call, form, watcher
@@ -221,8 +199,6 @@ class _WholeResponse(Response):
             async for delta in self._call:
                 if delta is not None:
                     self._form.add(delta)
-        except ClientGoneError:
-            raise ApiError(*CLOSING) from None
         finally:
             self._call.cancel()
             self._watcher.cancel()
@@ -230,10 +206,8 @@ class _WholeResponse(Response):
         response = Response(whole, media_type="application/json")
         head = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
         await send(head)
-        for first in range(
-            0, len(response.body), PIECE_BYTES
-        ):  # each waits until the client has read the previous ones
-            piece = response.body[first : first + PIECE_BYTES]
+        for first in range(0, len(response.body), PIECE_BYTES):
+            piece = response.body[first : first + PIECE_BYTES]  # it waits until the client has read the previous ones
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -248,8 +222,6 @@ async def _events(call: Call, form: AnyFormat, watcher: asyncio.Task[None]) -> A
             yield end
     except ApiError as error:
         yield form.error(error)
-    except ClientGoneError:
-        yield form.error(ApiError(*CLOSING))
     except Exception:
         log.exception("call %s failed", call.number)
         yield form.error(SERVER_FAILED)
@@ -269,7 +241,7 @@ def _add_tokens(app: FastAPI, service: Service, bodies: BodyReader) -> None:
         try:
             return await service.in_turn(request.state.tenant, service.encode.chat, body)
         except (ValueError, TypeError) as error:
-            raise ApiError(400, str(error), "invalid_value") from error
+            raise invalid(None, str(error)) from error
 
     def add_count(address: str, model: type[TranslatedRequest], more: dict[str, str]) -> None:
         @app.post(address, response_model=None, openapi_extra=bodies.described(model))
@@ -315,8 +287,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models/{given:path}")
     async def one_model(given: str) -> dict[str, Any]:
-        if given != name:
-            raise ApiError(404, f"there is no model {given!r} here; there is {name!r}", "model_not_found", "model")
+        service.check_model(given)
         return model
 
 
@@ -347,18 +318,12 @@ def _page_file(file: Path) -> Callable[[], Awaitable[Response]]:
 
 def _add_error_handlers(app: FastAPI) -> None:
     async def answer(request: HTTPRequest, error: Exception) -> Response:
-        response = _as_api_error(error, request).response(request.url.path)
+        if isinstance(error, HTTPException):
+            message = f"there is no {request.method} {request.url.path[:200]} here"
+            error = ApiError(error.status_code, message, "unknown_address", headers=error.headers)
+        response = (error if isinstance(error, ApiError) else SERVER_FAILED).response(request.url.path)
         response.headers["x-request-id"] = request.scope["state"]["request_id"]
         return response
 
     for kind in (ApiError, HTTPException, Exception):
         app.add_exception_handler(kind, answer)
-
-
-def _as_api_error(error: Exception, request: HTTPRequest) -> ApiError:
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, HTTPException):
-        message = f"there is no {request.method} {request.url.path[:200]} here"
-        return ApiError(error.status_code, message, "unknown_address", headers=error.headers)
-    return SERVER_FAILED

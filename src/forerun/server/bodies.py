@@ -1,7 +1,4 @@
-"""Parse and check request bodies without blocking streams.
-
-``check_parts`` limits the number of a body's parts before it is parsed. One body per tenant is parsed at a time.
-"""
+"""Parse and check request bodies, one per tenant at a time, without blocking streams."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import asyncio
 import functools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -22,7 +19,7 @@ from pydantic_core import from_json
 
 from forerun.core.fairness import FairExecutor
 from forerun.core.json_counts import count_json
-from forerun.server.api_errors import ApiError
+from forerun.server.api_errors import ApiError, invalid
 from forerun.server.chat_schema import TranslatedRequest
 from forerun.server.schema import StrictModel
 from forerun.server.tolerance import Notes
@@ -32,17 +29,15 @@ Model = TypeVar("Model", bound=StrictModel)
 SMALL_BYTES = 1 << 14
 """Bodies up to this size are parsed at once: a thread would cost more."""
 TEXT_BYTES = 80
-"""Bytes of the largest body per allowed string, object or array: 104,857 in 8 MiB. Creating these blocks all Python
-threads for 0.02 seconds."""
+"""Bytes of the largest body per allowed string, object or array: 104,857 in 8 MiB, which block Python for 0.02 s."""
 NUMBER_BYTES = 32
 """Bytes of the largest body per allowed number, such as a prompt's tokens: 262,144 in 8 MiB."""
 LEAST_PARTS = 10_000
 """Parts that a body may always have."""
 NO_OBJECT = (400, "the body must be a JSON object, sent as application/json", "invalid_json")
-"""Arguments of an ``ApiError``."""
 HALF_PAIR = re.compile("[\ud800-\udfff]")
-READING_TENANTS = 2
-"""Number of tenants whose bodies are parsed at once."""
+PARSING_TENANTS = 2
+_REFERENCE = "#/components/schemas/{model}"
 
 
 def check_parts(body: bytes, largest: int) -> None:
@@ -60,22 +55,31 @@ def check_parts(body: bytes, largest: int) -> None:
 
 
 class BodyReader:
-    """A reader of request bodies; ``served_name`` is the model of requests that name none."""
+    """A reader of request bodies. Requests without a model get ``served_name``."""
 
     def __init__(self, served_name: str) -> None:
         self._served_name = served_name
-        self._executor = FairExecutor(READING_TENANTS, "forerun-bodies")
-        self.models: dict[type[StrictModel], None] = {}
+        self._executor = FairExecutor(PARSING_TENANTS, "forerun-bodies")
+        self._models: dict[type[StrictModel], None] = {}
 
     def described(self, model: type[StrictModel]) -> dict[str, Any]:
-        """Describe an address's bodies for OpenAPI; see ``describe_bodies``."""
-        self.models[model] = None
-        return {
-            "requestBody": {
-                "required": True,
-                "content": {"application/json": {"schema": {"$ref": _REFERENCE.format(model=model.__name__)}}},
-            }
-        }
+        """Refer to a body's schema, in an address's OpenAPI description."""
+        self._models[model] = None
+        schema = {"$ref": _REFERENCE.format(model=model.__name__)}
+        return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+    def description(self, app: FastAPI) -> Callable[[], dict[str, Any]]:
+        """Make an application's ``openapi``, with the bodies' schemas, which the framework does not know."""
+
+        def openapi() -> dict[str, Any]:
+            if app.openapi_schema is None:
+                app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+                models: Any = [(each, "validation") for each in self._models]
+                schemas: Any = models_json_schema(models, ref_template=_REFERENCE)[1]
+                app.openapi_schema.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
+            return app.openapi_schema
+
+        return openapi
 
     async def read(self, request: HTTPRequest, model: type[Model]) -> tuple[Model, Any, Notes]:
         """Return a request's body, its translation into a chat (or the body), and notes on what was ignored."""
@@ -124,8 +128,7 @@ def _check_characters(body: bytes, given: Any) -> None:
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply", "invalid_json") from None
     if wrong is not None:
-        message = "must be valid text; it has half of a surrogate pair"
-        raise ApiError(400, f"{wrong or 'a field'}: {message}", "invalid_value", wrong or None)
+        raise invalid(wrong or None, f"{wrong or 'a field'}: must be valid text; it has half of a surrogate pair")
 
 
 def _strings(value: Any, path: str) -> Iterator[tuple[str, str]]:
@@ -137,21 +140,3 @@ def _strings(value: Any, path: str) -> Iterator[tuple[str, str]]:
         if isinstance(name, str):
             yield path, name
         yield from _strings(each, f"{path}.{name}" if path else str(name))
-
-
-_REFERENCE = "#/components/schemas/{model}"
-
-
-def describe_bodies(app: FastAPI, bodies: BodyReader) -> None:
-    """Add the bodies' schemas, which the framework does not know, to an application's OpenAPI description."""
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            app.openapi_schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            schemas: Any = models_json_schema(
-                [(each, "validation") for each in bodies.models], ref_template=_REFERENCE
-            )[1]
-            app.openapi_schema.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]

@@ -23,7 +23,7 @@ from forerun.models.text.grammar import GrammarError
 from forerun.models.text.message_parser import MessageDelta, MessageParser
 from forerun.server.admission import Ending, QueueFullError, ScheduledRequest
 from forerun.server.answers import FINISH, AnswerText, Delta, Finish, LogprobStreamer, prompt_trace, step_trace
-from forerun.server.api_errors import ApiError
+from forerun.server.api_errors import ApiError, invalid
 from forerun.server.metrics import RequestMeter
 from forerun.server.scheduler import Scheduler
 
@@ -33,10 +33,7 @@ PING_SECONDS = 15.0
 
 
 class LoopDispatcher:
-    """A queue of callbacks from other threads, which run in an event loop, in order.
-
-    Waking a loop is a system call, and a step has news for each of its rows, so waiting callbacks share one.
-    """
+    """A queue of callbacks from other threads that run in an event loop, in order; waiting ones share one wake-up."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -44,7 +41,7 @@ class LoopDispatcher:
         self._woken = False
 
     def put(self, callback: Callable[[], None]) -> None:
-        """Run a callback in the loop soon; from any thread. A closed loop runs nothing."""
+        """Run a callback in the loop soon, unless the loop is closed."""
         self._waiting.append(callback)
         if not self._woken:
             self._woken = True
@@ -52,8 +49,7 @@ class LoopDispatcher:
                 self.loop.call_soon_threadsafe(self._run)
 
     def _run(self) -> None:
-        """Run all waiting callbacks, in the loop. A later ``put`` wakes it again, so none is left."""
-        self._woken = False
+        self._woken = False  # so that a later ``put`` wakes the loop again
         try:
             while self._waiting:
                 self._waiting.popleft()()
@@ -64,7 +60,7 @@ class LoopDispatcher:
 
 @dataclass
 class AnswerRow:
-    """One answer of a call, optionally with log-probabilities, or with a parser for messages."""
+    """One answer of a call."""
 
     request: Request
     answer: AnswerText
@@ -72,18 +68,16 @@ class AnswerRow:
     logprobs: LogprobStreamer | None = None
     parser: MessageParser | None = None
     reasoning_tokens: int = 0
-    held_tokens: int = 0
-    """Tokens so far whose characters are held back."""
-    decode: Callable[[Sequence[int]], str] | None = None
-    """Decodes prompt tokens for the first step's trace; None afterwards, or if no trace is wanted."""
+    held_tokens: int = 0  # tokens so far whose characters are held back
+    decode: Callable[[Sequence[int]], str] | None = None  # of prompt tokens, for the first step's trace; then None
 
     def step(self, index: int, texts: Sequence[str], trace: Json | None = None) -> list[Delta]:
-        """Return what a step's tokens add to the answer; nothing if all is held back."""
+        """Return the deltas that a step's tokens add; none if all characters are held back."""
         if not (trace or any(texts)):
             self.held_tokens += len(texts)
             return []
         text = "".join(texts)
-        logprobs = None if self.logprobs is None else self.logprobs.take(len(text), False)
+        logprobs = None if self.logprobs is None else self.logprobs.advance(len(text), False)
         if self.parser is None:
             return [Delta(index, text, None, logprobs, trace)]
         parts = list[MessageDelta]()
@@ -98,7 +92,7 @@ class AnswerRow:
 
     def end(self, index: int, finish: Finish) -> Delta:
         text, stop, parts = self.answer.end(), self.answer.stop_string, list[MessageDelta]()
-        logprobs = None if self.logprobs is None else self.logprobs.take(len(text), stop is None)
+        logprobs = None if self.logprobs is None else self.logprobs.advance(len(text), stop is None)
         if self.parser is None:
             return Delta(index, text, finish, logprobs, stop_string=stop)
         rest = self.parser.feed(text, True, finish == "length")
@@ -124,26 +118,11 @@ def _kinds(part: MessageDelta) -> tuple[bool, bool, bool]:
     return bool(part.content), bool(part.reasoning), bool(part.calls)
 
 
-@dataclass(frozen=True)
-class _RowEvent:
-    """The scheduler's news of a row, and its time by ``time.monotonic``."""
-
-    index: int
-    what: Commit | Ending
-    at: float
-
-
 class Call:
-    """The requests that answer one call. All end when one fails or the client goes.
+    """The requests that answer one call; all end when one fails or the client goes.
 
-    Create it in the event loop, ``start`` it, then iterate over it once; ``cancel`` ends it at any time.
-
-    Args:
-        number: identifies the call in answers and in the log.
-        prompts: number of prompts; each has equally many rows.
-        budget: maximum draft length.
-        shared: whether drafts also come from other tenants' outputs; then nothing about drafts is reported.
-        nbytes: maximum size of its answer.
+    Create it in the event loop, ``start`` it, then iterate over it once. ``nbytes`` is its answer's maximum size. If
+    drafts are ``shared`` between tenants, nothing about them is reported.
     """
 
     def __init__(
@@ -152,7 +131,7 @@ class Call:
         rows: Sequence[AnswerRow],
         number: str,
         dispatcher: LoopDispatcher,
-        prompts: int = 1,
+        prompts: int = 1,  # each with equally many rows
         budget: int = 0,
         trace: bool = False,
         shared: bool = False,
@@ -162,52 +141,44 @@ class Call:
         self._prompts, self._budget, self._trace, self._shared = prompts, budget, trace, shared
         self._scheduler = scheduler
         self._dispatcher = dispatcher
-        self._events: asyncio.Queue[_RowEvent] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, Commit | Ending]] = asyncio.Queue()
         self._scheduled: list[ScheduledRequest] = []
         self._cancelled = False
 
     async def start(self, tenant: str, deadline: float | None) -> None:
-        """Submit all requests, in a thread, as the scheduler's lock may be held.
-
-        Raises ApiError: 429 if the queue is full, 400 for more than memory allows, 503 when the server closes.
-        """
+        """Submit all requests. Raises ApiError: 429 for a full queue, 400 for too much memory, 503 when closing."""
         try:
-            await asyncio.to_thread(self._submit, tenant, deadline)
+            await asyncio.to_thread(self._submit, tenant, deadline)  # the scheduler's lock may be held
         except BaseException as error:
             self.cancel()
             raise refusal(error) from error
 
     def cancel(self) -> None:
-        """End all running rows; returns at once. Scheduled rows are dropped: they refer to this call, and such a cycle
-        would keep its prompts until a garbage collection."""
+        """End all running rows, without waiting."""
         self._cancelled = True
-        while self._scheduled:
+        while self._scheduled:  # they refer to this call; the cycle would keep its prompts until a collection
             scheduled = self._scheduled.pop()
             if scheduled.ending is None:
                 self._scheduler.cancel(scheduled)
 
     async def __aiter__(self) -> AsyncIterator[Delta | None]:
-        """Yield each row's new text, up to a finish reason, and None after each ``PING_SECONDS`` without any.
-
-        Raises ApiError if the server failed, the schema is too hard for it, or time ran out; ClientGoneError if
-        cancelled.
-        """
+        """Yield new text, or None after ``PING_SECONDS`` without any; raise ApiError if it fails or is cancelled."""
         left, clock = len(self.rows), asyncio.get_running_loop().time
         sent = clock()
         while left:
             deltas: Sequence[Delta | None] = [None]
             try:
                 async with asyncio.timeout_at(sent + PING_SECONDS):
-                    event = await self._events.get()
+                    index, what = await self._events.get()
             except TimeoutError:
                 if self._cancelled:  # before all rows were submitted
                     raise ClientGoneError from None
             else:
-                if isinstance(event.what, Commit):
-                    deltas = self._step(event.index, event.what)
+                if isinstance(what, Commit):
+                    deltas = self._step(index, what)
                 else:
                     left -= 1
-                    deltas = [self._last_delta(event.index, event.what)]
+                    deltas = [self._last_delta(index, what)]
                 if not deltas and clock() < sent + PING_SECONDS:
                     continue
             for delta in deltas or [None]:
@@ -233,7 +204,16 @@ class Call:
 
     @property
     def usage(self) -> Json:
-        return _usage(self.rows, self._prompts)
+        rows, each = self.rows, len(self.rows) // self._prompts  # ordered by prompt
+        read = sum(row.request.prompt_length + row.answer.echoed for row in rows) // each
+        written = sum(len(row.request.generated) - row.answer.echoed for row in rows if row.answer.continues)
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": written,
+            "total_tokens": read + written,
+            "prompt_tokens_details": {"cached_tokens": sum(row.request.cached_tokens for row in rows[::each])},
+            "completion_tokens_details": {"reasoning_tokens": sum(row.reasoning_tokens for row in rows)},
+        }
 
     def _step(self, index: int, commit: Commit) -> list[Delta]:
         row = self.rows[index]
@@ -258,7 +238,7 @@ class Call:
             message = f"the request timed out after {len(row.request.generated)} tokens; request fewer"
             raise ApiError(504, message, "timeout", headers={"x-should-retry": "false"})
         if isinstance(row.request.error, GrammarError):
-            raise ApiError(400, str(row.request.error), "invalid_value", "response_format")
+            raise invalid("response_format", str(row.request.error))
         log.error("call %s failed", self.number, exc_info=row.request.error)
         if isinstance(row.request.error, OffloadError):
             raise _kv_failure(row.request.error, self.number)
@@ -274,30 +254,15 @@ class Call:
                 return
 
     def _deliver(self, index: int, what: Commit | Ending) -> None:
-        self._dispatcher.put(partial(self._receive, _RowEvent(index, what, time.monotonic())))
+        self._dispatcher.put(partial(self._receive, index, what, time.monotonic()))
 
-    def _receive(self, event: _RowEvent) -> None:
-        """Receive news, in the event loop; also count tokens that the client no longer reads."""
-        meter = self.rows[event.index].meter
-        if isinstance(event.what, Commit):
-            meter.count(len(event.what.tokens), event.at)
+    def _receive(self, index: int, what: Commit | Ending, at: float) -> None:
+        meter = self.rows[index].meter  # it also counts tokens that the client no longer reads
+        if isinstance(what, Commit):
+            meter.count(len(what.tokens), at)
         else:
-            meter.end(event.what, event.at)
-        self._events.put_nowait(event)
-
-
-def _usage(rows: Sequence[AnswerRow], prompts: int) -> Json:
-    """Return the usage of requests, ordered by prompt, with equally many per prompt."""
-    read = sum(row.request.prompt_length + row.answer.echoed for row in rows) // (len(rows) // prompts)
-    written = sum(len(row.request.generated) - row.answer.echoed for row in rows if row.answer.goes_on)
-    cached = sum(row.request.cached_tokens for row in rows[:: len(rows) // prompts])
-    return {
-        "prompt_tokens": read,
-        "completion_tokens": written,
-        "total_tokens": read + written,
-        "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {"reasoning_tokens": sum(row.reasoning_tokens for row in rows)},
-    }
+            meter.end(what, at)
+        self._events.put_nowait((index, what))
 
 
 def _speculation(stats: Stats) -> Json:
@@ -326,16 +291,18 @@ def _speculative_metrics(stats: Stats, budget: int) -> Json:
     return {"speculative_decoding": figures}
 
 
-class ClientGoneError(Exception):
-    """The client has gone, or the server closes."""
+class ClientGoneError(ApiError):
+    """The client has gone, or the server closes and tells it so."""
+
+    def __init__(self) -> None:
+        super().__init__(503, "the server is closing and has cancelled the request", "closing")
 
 
 def _kv_failure(error: OffloadError, number: str) -> ApiError:
     why = "copying failed" if error.errno is None else os.strerror(error.errno)
-    message = (
-        f"the keys and values of this request could not be kept off the device: {why}; the log says more about {number}"
-    )
-    return ApiError(500, message, "kv_memory_failed", headers={"x-should-retry": "false"})
+    failed = f"the keys and values of this request could not be kept off the device: {why}"
+    headers = {"x-should-retry": "false"}
+    return ApiError(500, f"{failed}; the log says more about {number}", "kv_memory_failed", headers=headers)
 
 
 def refusal(error: BaseException) -> BaseException:

@@ -1,4 +1,4 @@
-"""Requests of conversations: OpenAI's ``/v1/chat/completions``, and what other APIs and ``/tokenize`` share with it."""
+"""Requests to OpenAI's ``/v1/chat/completions``, and the parts that other APIs and ``/tokenize`` share with it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from forerun.server.schema import (
     TopP,
     one_error,
 )
-from forerun.server.tolerance import Notes, chat_turns, chosen, function_tools
+from forerun.server.tolerance import Notes, chat_turns, function_tools
 
 
 class Message(StrictModel):
@@ -43,13 +43,12 @@ class Message(StrictModel):
         for number, call in enumerate(self.tool_calls or ()):
             function = call.get("function")
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-                raise PydanticCustomError(
-                    "tool_calls", "call {number} needs a function, with its name and arguments", {"number": number}
-                )
+                message = f"call {number} needs a function, with its name and arguments"
+                raise PydanticCustomError("tool_calls", message)
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """Return the message in a chat template's form."""
+        """Convert the message to a chat template's form."""
         more = self.model_dump(include={"name", "tool_call_id", "reasoning_content"})
         more["tool_calls"] = [_with_object(call) for call in self.tool_calls or ()]
         given = {name: value for name, value in more.items() if value}
@@ -57,7 +56,7 @@ class Message(StrictModel):
 
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:
-    """Parse a call's arguments into an object: OpenAI's clients send a string, and templates write JSON."""
+    """Parse a call's arguments: OpenAI's clients send a string, and templates write JSON."""
     function = call["function"]
     if not isinstance(function.get("arguments"), str):
         return call
@@ -69,7 +68,7 @@ def _with_object(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _chat_tool(tool: dict[str, Any]) -> dict[str, Any] | None:
-    """Remove a tool's hints; return None for one that runs elsewhere. Invalid ones are refused later."""
+    """Remove a tool's hints; return None if it runs elsewhere. A later check refuses invalid ones."""
     kind = tool.get("type")
     if isinstance(kind, str) and kind not in ("function", "custom"):
         return None
@@ -82,9 +81,16 @@ def _allowed(given: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
         return given
     inner = choice.get("allowed_tools", choice)  # chats nest what responses do not
-    listed = [each for each in inner.get("tools") or () if isinstance(each, dict)]
-    names = [(each.get("function") or each).get("name") for each in listed]
-    return {**given, "tools": chosen(given.get("tools") or (), names), "tool_choice": inner.get("mode", "auto")}
+    allowed, tools = (inner.get("tools") or [] if isinstance(inner, dict) else None), given.get("tools") or []
+    if not isinstance(allowed, list) or not isinstance(tools, list):
+        return given  # to be refused
+    names = [_name(each.get("function") or each) for each in allowed if isinstance(each, dict)]
+    chosen = [tool for tool in tools if isinstance(tool, dict) and _name(tool.get("function")) in names]
+    return {**given, "tools": chosen, "tool_choice": inner.get("mode", "auto")}
+
+
+def _name(function: Any) -> Any:
+    return function.get("name") if isinstance(function, dict) else None
 
 
 def _check_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -92,13 +98,12 @@ def _check_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for number, tool in enumerate(tools):
         function = tool.get("function")
         if tool.get("type") != "function" or not isinstance(function, dict):
-            raise PydanticCustomError("tools", "tool {number} must be {shape}", {"number": number, "shape": TOOL_SHAPE})
+            raise PydanticCustomError("tools", f"tool {number} must be {TOOL_SHAPE}")
         name, parameters = function.get("name"), function.get("parameters")
         if not isinstance(name, str) or not re.fullmatch(TOOL_NAME_PATTERN, name):
-            message = "the name of tool {number} must match {pattern}"
-            raise PydanticCustomError("tools", message, {"number": number, "pattern": TOOL_NAME_PATTERN})
+            raise PydanticCustomError("tools", f"the name of tool {number} must match {TOOL_NAME_PATTERN}")
         if parameters is not None and not isinstance(parameters, dict):
-            raise PydanticCustomError("tools", "the parameters of tool {number} must be a schema", {"number": number})
+            raise PydanticCustomError("tools", f"the parameters of tool {number} must be a schema")
         names.append(name)
     if len(set(names)) < len(names):
         raise PydanticCustomError("tools", "two tools have the same name")
@@ -141,7 +146,7 @@ Messages = Annotated[list[Message], Field(min_length=1), FAIL_FAST]
 
 
 class ConversationFields(StrictModel):
-    """The fields of a conversation; ``chat_template_kwargs`` go to the chat template."""
+    """The fields of a conversation."""
 
     tools: Annotated[Objects, AfterValidator(_check_tools)] | None = None
     chat_template_kwargs: TemplateOptions | None = None
@@ -156,7 +161,7 @@ class ConversationFields(StrictModel):
 
     @property
     def template_tools(self) -> Objects | None:
-        """Return the tools that the chat template sees, and whose calls are parsed."""
+        """Return the tools for the chat template, whose calls are parsed."""
         return self.tools or None
 
     @property
@@ -166,8 +171,7 @@ class ConversationFields(StrictModel):
 
 
 class ChatRequest(ConversationFields, GenerationRequest):
-    """A request to ``/v1/chat/completions``. With ``tool_choice: "none"`` the template sees no tools.
-    ``reasoning_effort`` goes to the chat template, too."""
+    """A request to ``/v1/chat/completions``."""
 
     messages: Messages
     max_completion_tokens: Count | None = None
@@ -189,7 +193,7 @@ class ChatRequest(ConversationFields, GenerationRequest):
 
     @property
     def continued(self) -> bool:
-        """Return whether the answer continues the assistant's last turn: by default, if there is one."""
+        """Return whether the answer continues the assistant's last turn."""
         if self.continue_final_message is not None:
             return self.continue_final_message
         last = self.messages[-1]
@@ -205,7 +209,7 @@ class ChatRequest(ConversationFields, GenerationRequest):
 
     @property
     def required_tools(self) -> Objects | None:
-        """Return the tools of which one must be called; None if none must be."""
+        """Return the tools of which one must be called, or None."""
         if isinstance(self.tool_choice, NamedChoice):
             return [tool for tool in self.tools or () if tool["function"]["name"] == self.tool_choice.function.name]
         return self.tools if self.tool_choice == "required" else None
@@ -234,13 +238,12 @@ class ChatRequest(ConversationFields, GenerationRequest):
             raise PydanticCustomError("top_logprobs", "top_logprobs needs logprobs: true")
         if self.tool_choice not in (None, "none", "auto") and not self.required_tools:
             names = ", ".join(tool["function"]["name"] for tool in self.tools or ()) or "none"
-            message = "tool_choice requires a call; the available tools: {names}"
-            raise PydanticCustomError("tool_choice", message, {"names": names})
+            raise PydanticCustomError("tool_choice", f"tool_choice requires a call; the available tools: {names}")
         return self
 
 
 class FittingChat(ChatRequest):
-    """A chat from another API, whose length limit is cut to the available room."""
+    """A chat from another API."""
 
     clamps = True
 
@@ -249,7 +252,7 @@ GenerationBody = CompletionRequest | ChatRequest
 
 
 class TokenizeRequest(ConversationFields):
-    """A request to ``/tokenize``: a ``prompt``, or ``messages`` for the chat template."""
+    """A request to ``/tokenize``."""
 
     tolerant = True
     model: str | None = None
@@ -278,11 +281,11 @@ class TranslatedRequest(StrictModel):
     forerun: Extension = Extension()
 
     def chat(self, notes: Notes | None = None) -> ChatRequest:
-        """Translate the request; raise an ApiError if it cannot be a chat."""
+        """Translate the request; raise ApiError if it cannot be a chat."""
         notes = Notes() if notes is None else notes
         same = {"model", "temperature", "top_p", "stream", "top_k", "parallel_tool_calls", "forerun"}
         return FittingChat.checked(self.model_dump(include=same) | self._chat_fields(notes), notes, type(self))
 
     def _chat_fields(self, notes: Notes) -> dict[str, Any]:
-        """Return the chat's fields that have another name or form here."""
+        """Return the chat's fields with another name or form."""
         raise NotImplementedError

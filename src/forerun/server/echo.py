@@ -1,8 +1,4 @@
-"""Prompts as part of an answer, with the log-probabilities of their tokens.
-
-Generation starts at the prompt's second token, and a constraint allows only the prompt's tokens. So they get
-log-probabilities and drafts like any generated token.
-"""
+"""Score a prompt's tokens by generating them under a constraint, with log-probabilities and drafts as usual."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from forerun.core.sampling import Constraint
 
 
 class PromptConstraint:
-    """A constraint that allows only the prompt's tokens, up to its end."""
+    """Allows only the prompt's tokens, up to its end."""
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self._prompt = list(prompt)
@@ -43,10 +39,7 @@ class PromptConstraint:
 
 
 def scoring_prompt(request: Request, prompt: Sequence[int], answer_tokens: int) -> Request:
-    """Make a request that generates its prompt and up to ``answer_tokens`` more.
-
-    ``request`` is for the prompt's first token.
-    """
+    """Make a request for a prompt's first token generate the others and up to ``answer_tokens`` more."""
     ends, inner = request.eos_token_ids, request.stopping
     request.sampler = replace(request.sampler, constraint=PromptConstraint(prompt))
     request.eos_token_ids = frozenset()  # the prompt may contain such tokens

@@ -1,7 +1,4 @@
-"""Compile grammars apart from all other work: first on trial in processes that can be killed, then for use.
-
-A short schema may need minutes and gigabytes to compile. Only its request waits for that.
-"""
+"""Compile grammars on trial in processes that can be killed: a short schema may need minutes and gigabytes."""
 
 from __future__ import annotations
 
@@ -26,18 +23,18 @@ log = logging.getLogger(__name__)
 
 COMPILING_PROCESSES = 2
 TENANT_SCHEMAS = 8
-"""Schemas per tenant that are compiled or wait for it."""
+"""Maximum schemas per tenant that wait or are being compiled."""
 COMPILE_SECONDS = 3
-"""Processor time limit per schema. The largest useful ones needed 1.3 seconds."""
+"""Processor time per schema. The largest useful ones needed 1.3 seconds."""
 COMPILE_WALL_SECONDS = 20.0
-"""Time after which a process is killed in any case."""
+"""Wall time per schema, whatever the processor time."""
 COMPILE_BYTES = 1 << 30
-"""Memory limit per schema."""
+"""Memory per schema."""
 WORKER = Path(__file__).with_name("grammar_worker.py")
 
 
 class GrammarPool:
-    """A pool that compiles an engine's grammars for an event loop, so that ``Grammars.of`` has them at once."""
+    """Compiles an engine's grammars for an event loop, so that ``Grammars.of`` returns at once."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
@@ -51,11 +48,7 @@ class GrammarPool:
         self._closed = False
 
     async def prepare(self, response_format: Any, tenant: str, namespace: str) -> None:
-        """Compile the grammar of a response format, unless it has none or is compiled already.
-
-        Raises SchemaError as ``Grammars.of``, or if it needs too much time or memory; ApiError if the tenant has too
-        many schemas.
-        """
+        """Compile a response format's grammar; raise SchemaError if it is wrong or costly, ApiError for too many."""
         if response_format is None or response_format["type"] in ("text", "json_object"):
             return
         source = await asyncio.to_thread(grammar_source, response_format)
@@ -79,7 +72,6 @@ class GrammarPool:
             raise
 
     def close(self) -> None:
-        """Kill all processes; nothing waits for their work."""
         self._closed = True
         self._executor.shutdown(wait=False, cancel_futures=True)
         for worker in list(self._workers):
@@ -95,7 +87,6 @@ class GrammarPool:
             job.exception()  # or asyncio warns, if the client has gone
 
     def _compile(self, response_format: Any, source: GrammarSource, namespace: str) -> None:
-        """Compile on trial, then for use, in a thread of the pool."""
         self._grammars.prepare()  # fails with the reason if there can be no grammars
         worker, survived = self._idle.get(), False
         try:
@@ -104,7 +95,7 @@ class GrammarPool:
                 self._workers.add(worker)
             if self._closed:
                 worker.kill()
-            survived = worker.compiles(source)
+            survived = worker.survives(source)
         finally:  # also if no process could be started: the next one may
             if worker is not None and not survived:
                 worker.close()
@@ -117,23 +108,11 @@ class GrammarPool:
 
 
 class _Worker:
-    """A process that compiles schemas on trial, one at a time."""
-
     def __init__(self, grammars: Grammars) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(WORKER)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            encoding="utf-8",
-        )
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self._process = subprocess.Popen([sys.executable, "-P", str(WORKER)], text=True, encoding="utf-8", **pipes)
         limits = {"memory": COMPILE_BYTES, "seconds": COMPILE_SECONDS, "style": JSON_STYLE}
-        self._ask({"tokenizer": grammars.tokenizer_arguments(), **limits})
-
-    def compiles(self, source: GrammarSource) -> bool:
-        """Return whether the process survives a grammar; then compiling it again is cheap, valid or not."""
-        return self._ask(source)
+        self.survives({"tokenizer": grammars.tokenizer_arguments(), **limits})
 
     def kill(self) -> None:
         self._process.kill()
@@ -143,12 +122,13 @@ class _Worker:
         with suppress(OSError):  # it has not read everything
             self._process.communicate()
 
-    def _ask(self, question: Any) -> bool:
+    def survives(self, line: Any) -> bool:
+        """Return whether the process survives a grammar; then compiling it again is cheap, valid or not."""
         assert self._process.stdin is not None and self._process.stdout is not None
         timer = threading.Timer(COMPILE_WALL_SECONDS, self.kill)
         timer.start()
         try:
-            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.write(json.dumps(line) + "\n")
             self._process.stdin.flush()
             return bool(self._process.stdout.readline())
         except OSError:  # it has ended

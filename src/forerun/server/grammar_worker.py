@@ -1,7 +1,7 @@
-"""A process that tests whether grammars compile. ``GrammarPool`` runs it as a script, so it imports little.
+"""A script that compiles grammars on trial for ``GrammarPool``, so it imports little.
 
-The first input line has the tokenizer's arguments and the limits, each further line a grammar's kind and text. Each is
-answered by an empty line, even if the grammar is invalid. One that exceeds the limits ends the process.
+Input: a line with the tokenizer's arguments and the limits, then a line per grammar. Output: an empty line for each,
+valid or not, unless exceeding a limit ends the process.
 """
 
 from __future__ import annotations
@@ -43,22 +43,21 @@ def _answer() -> None:
 
 
 def _limit_memory(size: int) -> None:
-    """Limit this process to ``size`` more bytes than it has now; a failed allocation ends it."""
     with suppress(ImportError, OSError, ValueError):
         import resource
 
         pages = int(Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + size,) * 2)
+        limit = pages * resource.getpagesize() + size  # a failed allocation ends this process
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _limit_time(seconds: int) -> None:
-    """Let the system end this process after ``seconds`` more of processor time."""
     with suppress(ImportError, OSError, ValueError):
         import resource
 
         usage = resource.getrusage(resource.RUSAGE_SELF)
         used = int(usage.ru_utime + usage.ru_stime) + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (used + seconds, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_CPU, (used + seconds, resource.RLIM_INFINITY))  # then the system ends it
 
 
 if __name__ == "__main__":

@@ -30,10 +30,10 @@ HEAD_SECONDS = 10.0
 READING_SECONDS = 60.0
 """Interval at which a slow reader is checked."""
 MIN_READING_RATE = 1024
-"""Bytes per second that a client must read while data waits for it."""
+"""Bytes per second that a client must read of waiting data."""
 RESERVED_CONNECTIONS = 32
 """Connections beyond the limits, for health checks and errors. A further one replaces the oldest."""
-KEPT_CONNECTIONS = 1 / 8
+CONNECTIONS_FOR_OTHERS = 1 / 8
 """Fraction of all connections that one address must leave to others."""
 CLOSING_SECONDS = 5
 """Time for clients to read the end of their answers after decoding has stopped."""
@@ -42,8 +42,8 @@ CLOSING_SECONDS = 5
 class BoundedConnection(H11Protocol):
     """uvicorn's connection, with bounds. uvicorn's ``limit_concurrency`` is the number of connections.
 
-    On a connection beyond that number, or beyond what one address may have, only health checks are answered, and other
-    requests get 503. A client that is silent for too long or reads too slowly is dropped.
+    A connection beyond that, or beyond one address's part of it, answers only health checks, and other requests with
+    503. A client that is silent for too long or reads too slowly is dropped.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -56,20 +56,20 @@ class BoundedConnection(H11Protocol):
         super().connection_made(transport)
         if self._limit is not None and self._is_beyond(self._limit):
             self.app, self._reserved_since = _health_alone(self.app), self.loop.time()
-            reserved = [each for each in self._beside() if each._reserved_since and not each.transport.is_closing()]
+            reserved = [each for each in self._all() if each._reserved_since and not each.transport.is_closing()]
             if len(reserved) > RESERVED_CONNECTIONS:
                 min(reserved, key=lambda each: each._reserved_since or 0.0).transport.abort()
         self._watch("head", HEAD_SECONDS)
 
-    def _beside(self) -> list[BoundedConnection]:
+    def _all(self) -> list[BoundedConnection]:
         return [each for each in self.connections if isinstance(each, BoundedConnection)]
 
     def _is_beyond(self, limit: int) -> bool:
         """Return whether this connection exceeds the limit for all, or for its address."""
-        ordinary = [each for each in self._beside() if each._reserved_since is None]
+        ordinary = [each for each in self._all() if each._reserved_since is None]
         address = (self.client or ())[:1]
         of_address = sum((each.client or ())[:1] == address for each in ordinary) if address else 0
-        return len(ordinary) > limit or of_address > limit - int(KEPT_CONNECTIONS * limit)
+        return len(ordinary) > limit or of_address > limit - int(CONNECTIONS_FOR_OTHERS * limit)
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in self._timers.values():
@@ -86,14 +86,13 @@ class BoundedConnection(H11Protocol):
             self._timers["reading"].cancel()
 
     def on_response_complete(self) -> None:
-        """Watch for the next request after uvicorn has sent an answer, unless it has begun."""
         answered = self.cycle
         super().on_response_complete()
-        if self.cycle is answered:
+        if self.cycle is answered:  # no further request has begun
             self._watch("head", HEAD_SECONDS)
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse bytes that are not HTTP; within an answer, just close."""
+        """Refuse bytes that are not HTTP; after an answer has begun, just close."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -129,7 +128,7 @@ class BoundedConnection(H11Protocol):
 def _health_alone(app: Any) -> Any:
     """Restrict an application to the addresses without checks, one request per connection."""
 
-    async def asked(scope: Scope, receive: Receive, send: Send) -> None:
+    async def restricted(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_last(message: Message) -> None:
             if message["type"] == "http.response.start":
                 message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
@@ -146,14 +145,11 @@ def _health_alone(app: Any) -> Any:
         error = ApiError(503, message, "too_many_connections", headers={**CLOSE, "Retry-After": "1"})
         await error.response(scope["path"])(scope, receive, send)
 
-    return asked
+    return restricted
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn that ends with the scheduler: a client whose request is cancelled gets an error.
-
-    Running requests have ``patience`` seconds to end by themselves. ``page``: whether the log names the page's address.
-    """
+    """uvicorn that ends with the scheduler. Running requests have ``patience`` seconds; cancelled ones get an error."""
 
     def __init__(self, app: FastAPI, patience: float, connections: int, page: bool = False) -> None:
         config = uvicorn.Config(
@@ -171,20 +167,18 @@ class DrainingServer(uvicorn.Server):
         self._patience, self._page = patience, page
 
     def serve_on(self, sockets: list[socket.socket]) -> None:
-        """Serve on sockets from ``bound_sockets`` until a signal comes; raise OSError if the port is taken by now."""
+        """Serve on sockets from ``bound_sockets`` until a signal comes; raise OSError if the port is busy by now."""
         for one in sockets:
             one.listen(self.config.backlog)
         self.run(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and exclude all present objects from garbage collection."""
-        gc.freeze()
+        gc.freeze()  # exclude all present objects from garbage collection
         await super().startup(sockets)
         for one in sockets or ():
             log.info("listening on %s%s", _address(one), f"; the page is at {_address(one)}/" if self._page else "")
 
     async def on_tick(self, counter: int) -> bool:
-        """Tell uvicorn, ten times a second, whether to end."""
         return await super().on_tick(counter) or self._service.scheduler.failed
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -195,10 +189,7 @@ class DrainingServer(uvicorn.Server):
 
 
 def bound_sockets(host: str, port: int) -> list[socket.socket]:
-    """Bind sockets on all addresses of a host, without listening; port 0 is any free one.
-
-    So a busy port, or a host that is not this computer's, raises OSError before a model is loaded.
-    """
+    """Bind sockets on all addresses of a host, without listening; port 0 is any free one. Raise OSError if busy."""
     sockets: list[socket.socket] = []
     with ExitStack() as opened:
         try:
@@ -223,7 +214,7 @@ def bound_sockets(host: str, port: int) -> list[socket.socket]:
 
 
 def _address(one: socket.socket) -> str:
-    """Return the server's address for a browser on this computer."""
+    """Return the server's URL on this computer."""
     host, port = one.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,9 +1,9 @@
-"""Anthropic's ``/v1/messages``, stateless: a request becomes a chat, and the chat's answer becomes blocks."""
+"""Translate Anthropic's ``/v1/messages``: a request becomes a chat, and the chat's answer becomes blocks."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -11,7 +11,7 @@ from pydantic import Field
 from forerun.models.text.call_formats import Json
 from forerun.models.text.message_parser import CallDelta
 from forerun.server.answers import Finish
-from forerun.server.api_errors import ApiError
+from forerun.server.api_errors import ApiError, invalid
 from forerun.server.chat_schema import TranslatedRequest
 from forerun.server.replies import BlockFormat, compact, event
 from forerun.server.schema import Count, Objects, Stop, StrictModel, Text, TopK, one_error
@@ -22,12 +22,12 @@ BLOCKS: Mapping[str, tuple[Json, str, str, str]] = {
     "reasoning": ({"type": "thinking", "thinking": "", "signature": ""}, "thinking_delta", "thinking", "thinking"),
     "text": ({"type": "text", "text": ""}, "text_delta", "text", "text"),
 }
-"""An empty block of each kind, the type and the field of its deltas, and the block's field of the whole."""
+"""By kind: an empty block, the type and the field of its deltas, and the block's field of the whole."""
 STOP_REASONS: dict[Finish | None, str] = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class ToolChoiceOptions(StrictModel):
-    """Which tool must be called."""
+    """The tools that may or must be called."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -35,14 +35,14 @@ class ToolChoiceOptions(StrictModel):
 
 
 class OutputConfig(StrictModel):
-    """Format of the answer; ``effort`` goes to the chat template."""
+    """Format of the answer; ``effort`` is the chat's reasoning effort."""
 
     format: dict[str, Any] | None = None
     effort: str | None = None
 
 
 class MessagesRequest(TranslatedRequest):
-    """A request to ``/v1/messages``. ``max_tokens`` beyond the available room is cut."""
+    """A request to ``/v1/messages``."""
 
     chat_names: ClassVar[Mapping[str, str]] = {
         "max_completion_tokens": "max_tokens",
@@ -93,8 +93,8 @@ class CountTokensRequest(MessagesRequest):
 
 def _schema_format(form: Json) -> Json:
     if form.get("type") != "json_schema" or not isinstance(form.get("schema"), dict):
-        where, message = "output_config.format", 'must be {"type": "json_schema", "schema": {...}}'
-        raise ApiError(400, f"{where}: {message}", "invalid_value", where)
+        where = "output_config.format"
+        raise invalid(where, f'{where}: must be {{"type": "json_schema", "schema": {{...}}}}')
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": form["schema"]}}
 
 
@@ -103,10 +103,8 @@ def _tool(tool: Json) -> Json | None:
     if tool.get("type", "custom") != "custom":
         return None
     names = {"name": "name", "description": "description", "input_schema": "parameters"}
-    return {
-        "type": "function",
-        "function": {ours: tool[name] for name, ours in names.items() if tool.get(name) is not None},
-    }
+    function = {ours: tool[name] for name, ours in names.items() if tool.get(name) is not None}
+    return {"type": "function", "function": function}
 
 
 def _turns(message: Json, where: str, notes: Notes) -> list[Json]:
@@ -114,7 +112,7 @@ def _turns(message: Json, where: str, notes: Notes) -> list[Json]:
     role, content = message.get("role"), message.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if role not in ("user", "assistant", "system") or not isinstance(blocks, list):
-        raise ApiError(400, f"{where}: must have role user, assistant or system, and content", "invalid_value", where)
+        raise invalid(where, f"{where}: must have role user, assistant or system, and content")
     turns: list[Json] = []
     own: Json = {"role": role, "content": ""}
     for place, block in enumerate(bounded(blocks, where, MAX_TURNS)):
@@ -133,15 +131,11 @@ def _turns(message: Json, where: str, notes: Notes) -> list[Json]:
 
 
 class MessagesFormat(BlockFormat):
-    """The events and the complete form of one message; ``number`` is the request's name."""
+    """The events and the complete form of one message."""
 
     def __init__(self, body: MessagesRequest, number: str) -> None:
         super().__init__()
-        self._head: Json = {"id": f"msg_{number}", "type": "message", "role": "assistant", "model": body.model}
-
-    def note(self, notes: Sequence[str]) -> None:
-        if notes:
-            self._head["warnings"] = list(notes)
+        self._head = {"id": f"msg_{number}", "type": "message", "role": "assistant", "model": body.model}
 
     def begin(self) -> list[str]:
         usage = {"input_tokens": 0, "output_tokens": 0}

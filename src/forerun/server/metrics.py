@@ -1,4 +1,4 @@
-"""Prometheus metrics, under vLLM's names where they exist. Each app has a separate registry."""
+"""Prometheus metrics, under vLLM's names where they exist."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIME_BUCKETS_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1,
 
 
 class Metrics:
-    """Counters of what a server does, and gauges read from the engine and the scheduler."""
+    """A server's counters, and gauges of its engine and scheduler, in a registry."""
 
     def __init__(self, engine: Engine, scheduler: Scheduler) -> None:
         self.registry = registry = CollectorRegistry(auto_describe=True)
@@ -60,8 +60,6 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    """Metrics that the engine and the scheduler count themselves."""
-
     def __init__(self, engine: Engine, scheduler: Scheduler) -> None:
         self._engine, self._scheduler = engine, scheduler
 
@@ -85,13 +83,10 @@ class _EngineCollector(Collector):
                 yield _family(family, f"kv_tier_{name}", help_text, label, values)
 
 
-def _family(
-    kind: type[CounterMetricFamily | GaugeMetricFamily],
-    name: str,
-    help_text: str,
-    label: str,
-    values: Mapping[str, float],
-) -> Metric:
+Family = CounterMetricFamily | GaugeMetricFamily
+
+
+def _family(kind: type[Family], name: str, help_text: str, label: str, values: Mapping[str, float]) -> Metric:
     family = kind(f"forerun:{name}", help_text, labels=[label])
     for of, value in values.items():
         family.add_metric([of], value)

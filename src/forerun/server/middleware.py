@@ -1,4 +1,4 @@
-"""Checks before a request is parsed: its id, host, origin, key and size."""
+"""Check a request's id, host, origin, key and size before it is parsed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from forerun.server.bodies import SMALL_BYTES, check_parts
 from forerun.server.tenants import ApiKeys
 
 OPEN_ADDRESSES = ("/health", "/ready")
-"""Addresses without checks: they only tell whether the server runs."""
+"""Addresses without checks."""
 ADMIN_ADDRESS = "/metrics"
-"""Counts all tenants together, so no tenant's key suffices."""
+"""The address that needs the admin key, as it covers all tenants."""
 BODIES_IN_MEMORY = 32
 """Bytes that all requests may hold, in bodies of the largest size: until they are parsed, and later for answers."""
-KEPT_BODIES = 16
+RESERVED_BODIES = 16
 """The part of these reserved for tenants who hold none."""
 BODY_SECONDS = 10.0
 """Time for a body to arrive, in addition to that for its bytes."""
@@ -37,7 +37,7 @@ REQUEST_ID_HEADER = b"x-request-id"
 REQUEST_ID_PATTERN = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 request_id: ContextVar[str] = ContextVar("forerun_request_id", default="-")
-"""The id of the request handled in this context, for log lines."""
+"""The current request's id, for log lines."""
 
 
 class HeldBytes:
@@ -46,21 +46,21 @@ class HeldBytes:
     def __init__(self, share: FairShare, tenant: str) -> None:
         self._share, self._tenant, self._held = share, tenant, 0
 
-    def take(self, nbytes: int, what: str = "bytes") -> None:
-        """Hold more bytes, or raise ApiError: 503 if other requests hold too much, 400 beyond the total."""
+    def acquire(self, nbytes: int, what: str = "bytes") -> None:
+        """Hold more bytes. Raises ApiError: 503 if other requests hold too much, 400 beyond the total."""
         if nbytes > self._share.capacity:
             message = f"the request may take {nbytes:,} {what}; this server has {self._share.capacity:,} for all"
             raise ApiError(400, message, "too_large")
         if not self._share.allows(self._tenant, nbytes):
             wait = "other requests hold all bytes that this server allows; try again"
             raise ApiError(503, wait, "too_many_bytes", headers={"Retry-After": "1"})
-        self._share.take(self._tenant, nbytes)
+        self._share.acquire(self._tenant, nbytes)
         self._held += nbytes
 
     def release(self, keep: int = 0) -> None:
         """Release all but ``keep`` bytes."""
         if self._held > keep:
-            self._share.give(self._tenant, self._held - keep)
+            self._share.release(self._tenant, self._held - keep)
             self._held = keep
 
 
@@ -80,23 +80,15 @@ class ReadPace:
 
 
 class GuardMiddleware:
-    """Middleware that gives each request an id and a tenant, and refuses bad requests.
+    """Middleware that adds ``tenant``, ``request_id`` and ``held`` to a request's state, and refuses bad requests.
 
-    It refuses wrong keys (401), foreign hosts and origins (403), bodies that are too large or have too many parts
-    (413), slow ones (408) and compressed ones (415). HEAD is answered like GET. The application gets each body in one
-    piece, and none that is incomplete; it releases the request's ``HeldBytes`` once the body is parsed. The rest of a
-    refused body is read and discarded while the connection may be silent: closing it would reset a client that still
-    sends, and the client could lose the answer.
+    Those have wrong keys (401), foreign hosts or origins (403), or a body that is too large or has too many parts
+    (413), slow (408) or compressed (415). The rest of a refused body is discarded: closing the connection would reset a
+    client that still sends, and lose the answer. The application gets complete bodies in one piece.
 
-    Without keys, any web page in a browser on this computer could use the server: by a request to another origin, or by
-    a domain name that it points here (DNS rebinding). So hosts and origins are checked then.
-
-    Args:
-        app: finds ``tenant``, ``request_id`` and ``held`` in the scope's state.
-        body_limit: in bytes.
-        hosts: allowed names in the Host header, besides localhost and IP addresses; None checks no hosts or origins.
-        origins: allowed origins of web pages, besides the server's. In both, ``*`` is any.
-        open_addresses: need no key.
+    Without keys, a web page could use this computer's server from another origin or by a domain that points here (DNS
+    rebinding). So requests need one of ``hosts`` (or localhost, or an IP address) and the server's origin or one of
+    ``origins``; ``*`` is any, and ``hosts`` None checks neither.
     """
 
     def __init__(
@@ -113,7 +105,7 @@ class GuardMiddleware:
         self._origins = frozenset(origins)
         check_parts(b" " * 2 * SMALL_BYTES, body_limit)  # compiles it, so that no request waits for that
         self._pace, self._background = ReadPace(READ_RATE), background("forerun-counts")
-        self._share = FairShare(BODIES_IN_MEMORY * body_limit, len(keys.tenants), KEPT_BODIES * body_limit)
+        self._share = FairShare(BODIES_IN_MEMORY * body_limit, len(keys.tenants), RESERVED_BODIES * body_limit)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -154,16 +146,12 @@ class GuardMiddleware:
             raise ApiError(403, message, "origin_not_allowed")
 
     def _is_own(self, host: str) -> bool:
-        """Return whether a Host header names this server. A page can point its domain here, but not an IP address."""
+        """Return whether a Host header names this server."""
         assert self._hosts is not None
         try:
             name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
-            return False
-        if name in self._hosts or name == "localhost" or "*" in self._hosts:
-            return True
-        try:
-            ipaddress.ip_address(name)
+            if name not in self._hosts and name != "localhost" and "*" not in self._hosts:
+                ipaddress.ip_address(name)  # no domain, which a page could point here
         except ValueError:
             return False
         return True
@@ -186,7 +174,7 @@ class GuardMiddleware:
         scope["state"]["tenant"] = tenant
 
     async def _read(self, scope: Scope, receive: Receive, held: HeldBytes) -> Receive | None:
-        """Return messages, the whole body first; None if the client goes before all of it has arrived."""
+        """Return messages that begin with the complete body; None if the client goes before that."""
         if (_header(scope, b"content-encoding") or b"identity").lower() != b"identity":
             raise ApiError(415, "the body is compressed; send it as it is", "unsupported_encoding")
         declared = _header(scope, b"content-length") or b"0"
@@ -196,10 +184,8 @@ class GuardMiddleware:
             async with asyncio.timeout(BODY_SECONDS) as timeout:
                 body = await self._collect(receive, scope["state"]["tenant"], held, timeout)
         except TimeoutError:
-            message = (
-                f"the body did not arrive within {BODY_SECONDS:g} seconds and a second for {MIN_BODY_RATE:,} bytes"
-            )
-            raise ApiError(408, message, "request_timeout", headers=CLOSE) from None
+            limit = f"{BODY_SECONDS:g} seconds and a second for {MIN_BODY_RATE:,} bytes"
+            raise ApiError(408, f"the body did not arrive within {limit}", "request_timeout", headers=CLOSE) from None
         if body is None:
             return None
         if len(body) > SMALL_BYTES:
@@ -216,7 +202,7 @@ class GuardMiddleware:
             parts.append(part := message.get("body", b""))
             size += len(part)
             self._check_size(size)
-            held.take(len(part))
+            held.acquire(len(part))
             more = message.get("more_body", False)
             until += len(part) / MIN_BODY_RATE
             if size > SMALL_BYTES:
@@ -232,7 +218,7 @@ class GuardMiddleware:
 
 
 def _with_id(scope: Scope, send: Send) -> Send:
-    """Give a request its client's id, or a new one, which its response repeats."""
+    """Add its client's id, or a new one, to a request and to its response."""
     given = _header(scope, REQUEST_ID_HEADER) or b""
     number = given if REQUEST_ID_PATTERN.fullmatch(given) else uuid.uuid4().hex.encode()
     others = [(name, value) for name, value in scope["headers"] if name != REQUEST_ID_HEADER]

@@ -21,10 +21,10 @@ from forerun.models.text.prompts import (
 from forerun.server.api_errors import ApiError
 from forerun.server.chat_schema import ChatRequest, GenerationBody, TokenizeRequest
 
-FIRST_LOOK_CHARACTERS = 2
+UNCOUNTED_CHARACTERS = 2
 """Characters per position of the model up to which a prompt is encoded at once; a longer one is counted first."""
 PIECE_CHARACTERS = 1 << 15
-"""Characters of a long prompt counted at a time: some hundredths of a second, for which others wait."""
+"""Characters counted at a time, in some hundredths of a second."""
 EXCESS_TOKENS = 1.5
 """Tokens per position of the model in a prefix that prove a prompt too long, wherever it was cut."""
 MIDDLE_TOKENS = (
@@ -39,17 +39,14 @@ DeepSeek and Code Llama."""
 
 
 class EncodedPrompt(NamedTuple):
-    """A prompt's token ids, and its characters if it has any."""
+    """A prompt's token ids, and its characters, if known."""
 
     ids: list[int]
     text: str | None = None
 
 
 class PromptEncoder:
-    """An encoder of prompts that threads share, taking turns per string.
-
-    One thread at a time uses the tokenizer, as encoding may change its settings. ``positions`` None is no limit.
-    """
+    """An encoder of prompts for several threads, which use the tokenizer in turn: encoding may change its settings."""
 
     def __init__(self, tokenizer: Any, positions: int | None) -> None:
         self._tokenizer, self._positions = tokenizer, positions
@@ -58,11 +55,7 @@ class PromptEncoder:
         self._controls = ControlTokens(tokenizer, message_format(tokenizer)) if has_template(tokenizer) else None
 
     def __call__(self, body: GenerationBody) -> list[EncodedPrompt]:
-        """Encode all prompts.
-
-        Raises ApiError for a prompt far longer than the model allows, or a suffix without tokens for it, and the errors
-        of ``encode`` and ``apply_template``.
-        """
+        """Encode all prompts; raise ApiError if one is far too long, and as ``encode`` and ``apply_template`` do."""
         if isinstance(body, ChatRequest):
             return [self._cut(self.chat(body), body)]
         if body.suffix is not None:
@@ -70,14 +63,12 @@ class PromptEncoder:
         return [self._cut(self.text(prompt, body.add_special_tokens), body) for prompt in body.prompts]
 
     def text(self, prompt: str | list[int], special: bool = True, what: str = "prompt") -> EncodedPrompt:
-        """Encode one prompt, with the tokenizer's special tokens if ``special``; errors call it ``what``."""
+        """Encode one prompt, with the tokenizer's special tokens if ``special``; name it ``what`` in errors."""
         if not isinstance(prompt, str):
             return EncodedPrompt(encode(prompt, self._tokenizer)[0])
         self._check(prompt, what)
         with self._lock:
-            if not special:
-                return EncodedPrompt(self._bare(prompt), prompt)
-            return EncodedPrompt(encode(prompt, self._tokenizer)[0], prompt)
+            return EncodedPrompt(encode(prompt, self._tokenizer)[0] if special else self._bare(prompt), prompt)
 
     def chat(self, body: ChatRequest | TokenizeRequest) -> EncodedPrompt:
         messages = with_known_roles([message.for_template() for message in body.messages or ()], self._tokenizer)
@@ -126,7 +117,7 @@ class PromptEncoder:
             return str(backend.decode_batch([tokens], skip_special_tokens=False)[0])
 
     def _around(self, prefix: str | list[int], suffix: str) -> EncodedPrompt:
-        """Make a prompt for the text between a prefix and a suffix."""
+        """Make a prompt for the text between ``prefix`` and ``suffix``."""
         known = self._tokenizer.get_vocab()
         marks = next((each for each in MIDDLE_TOKENS if all(mark in known for mark in each)), None)
         if marks is None:
@@ -145,7 +136,6 @@ class PromptEncoder:
         return [int(token) for token in self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
 
     def _count(self, text: str) -> int:
-        """Return the number of a text's tokens."""
         if self._counter is None:
             with self._lock:
                 return len(self._bare(text))
@@ -154,20 +144,18 @@ class PromptEncoder:
     def _cut(self, prompt: EncodedPrompt, body: GenerationBody) -> EncodedPrompt:
         """Keep the end of a prompt that is longer than requested; -1 is the model's limit."""
         most = self._positions if body.truncate_prompt_tokens == -1 else body.truncate_prompt_tokens
-        return (
-            prompt if most is None or len(prompt.ids) <= most else EncodedPrompt(prompt.ids[-most or len(prompt.ids) :])
-        )
+        if most is None or len(prompt.ids) <= most:
+            return prompt
+        return EncodedPrompt(prompt.ids[-most or len(prompt.ids) :])
 
     def _check(self, text: str, what: str = "prompt", field: str | None = None) -> None:
-        """Refuse a prompt that is too long, judging by a prefix; it is counted in pieces, so that others have their
-        turn, and by a copy of the tokenizer, so that they do not wait for it. ``field`` is the request's, if it is not
-        ``what``.
+        """Refuse a prompt whose prefix has too many tokens; encoding all of 8 MiB cost 24 seconds and 2 GiB.
 
-        Encoding all of 8 MiB cost 24 seconds and 2 GiB.
+        A copy of the tokenizer counts them in pieces, so that others do not wait.
         """
-        if self._positions is None or len(text) <= (look := FIRST_LOOK_CHARACTERS * self._positions):
+        if self._positions is None or len(text) <= (uncounted := UNCOUNTED_CHARACTERS * self._positions):
             return
-        tokens, size = 0, min(look, PIECE_CHARACTERS)
+        tokens, size = 0, min(uncounted, PIECE_CHARACTERS)
         for first in range(0, len(text), size):
             tokens += self._background.submit(self._count, text[first : first + size]).result()
             if tokens > EXCESS_TOKENS * self._positions:

@@ -1,14 +1,11 @@
-"""Answers in OpenAI's forms, whole and in chunks, and the base of answers in blocks.
-
-A whole answer is the fold over its stream. A field without a value is not sent.
-"""
+"""Format answers as OpenAI does, complete and in chunks, and the base of answers in blocks."""
 
 from __future__ import annotations
 
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,13 +20,13 @@ PADDED_BYTES = 256
 
 
 class AnswerParts:
-    """One choice of a whole answer, as it grows. Log-probabilities become JSON at once, to save memory."""
+    """One choice of a complete answer, as it grows."""
 
     def __init__(self) -> None:
         self._text, self._reasoning = list[str](), list[str]()
         self._calls: list[CallDelta] = []
         self._finish: Finish | None = None
-        self._logprobs: dict[str, list[str] | None] | None = None
+        self._logprobs: dict[str, list[str] | None] | None = None  # as JSON, to save memory
 
     def add(self, delta: Delta, logprobs: Json | None) -> None:
         self._text.append(delta.text)
@@ -54,27 +51,35 @@ class AnswerParts:
         return "{" + ",".join(f'"{name}":{each}' for name, each in lists.items()) + "}"
 
 
-class ReplyFormat(ABC):
-    """The form of one answer with its choices; ``number`` is the request's name."""
+class AnswerFormat:
+    """The form of one answer."""
+
+    _head: Json
+    counts = False
+    """Whether each chunk has the usage so far."""
+
+    def note(self, notes: Sequence[str]) -> None:
+        """Add notes on the request to the answer."""
+        if notes:
+            self._head["warnings"] = list(notes)
+
+
+class ReplyFormat(AnswerFormat, ABC):
+    """The form of one answer in choices."""
 
     prefix: str
     kind: str
     part: str
 
     def __init__(self, body: GenerationRequest, number: str) -> None:
-        self._head: Json = {"id": f"{self.prefix}-{number}", "created": int(time.time()), "model": body.model}
+        self._head = {"id": f"{self.prefix}-{number}", "created": int(time.time()), "model": body.model}
         self._options = body.stream_options or StreamOptions()
-        self._parts = [AnswerParts() for _ in range(body.texts)]
+        self._parts = [AnswerParts() for _ in range(body.answers)]
         self.counts = self._options.include_usage and self._options.continuous_usage_stats
-        """Whether each chunk has the usage so far."""
-
-    def note(self, notes: Sequence[str]) -> None:
-        if notes:
-            self._head["warnings"] = list(notes)
 
     @abstractmethod
     def _choice(self, delta: Delta) -> Json:
-        """Format a choice of a whole answer, without log-probabilities."""
+        """Format a choice of a complete answer, without log-probabilities."""
 
     @abstractmethod
     def _piece(self, delta: Delta) -> Json:
@@ -92,7 +97,6 @@ class ReplyFormat(ABC):
         return self._event([self._piece(delta)], usage, trace=delta.trace)
 
     def end(self, usage: Json, metrics: Json) -> list[str]:
-        """Format the last events, with the usage if requested."""
         last = [self._event([], usage, metrics=metrics)] if self._options.include_usage else []
         return [*last, "data: [DONE]\n\n"]
 
@@ -149,11 +153,11 @@ class ChatFormat(ReplyFormat):
         return [self._event([self._chunk_choice(Delta(index, ""), message)]) for index in range(len(self._parts))]
 
     def _choice(self, delta: Delta) -> Json:
-        message = {"role": "assistant", **_message(delta)}
+        message = {"role": "assistant", **_message(delta, _whole_call)}
         return {"index": delta.index, "message": message, "finish_reason": delta.finish_reason}
 
     def chunk(self, delta: Delta, usage: Json | None = None) -> str:
-        """Start a call with a separate delta without arguments: clients expect those in later ones."""
+        """Format new text; a call starts with a delta without arguments, which clients expect in later ones."""
         begun = [replace(call, arguments="") for call in delta.calls if call.id is not None]
         if not begun:
             return super().chunk(delta, usage)
@@ -164,12 +168,7 @@ class ChatFormat(ReplyFormat):
         return super().chunk(first, usage) + more
 
     def _piece(self, delta: Delta) -> Json:
-        message: Json = {"content": delta.text} if delta.text else {}
-        if delta.reasoning:
-            message["reasoning_content"] = delta.reasoning
-        if delta.calls:
-            message["tool_calls"] = [_call_piece(call) for call in _joined(delta.calls)]
-        return self._chunk_choice(delta, message)
+        return self._chunk_choice(delta, {name: each for name, each in _message(delta, _call_piece).items() if each})
 
     def _chunk_choice(self, delta: Delta, message: Json) -> Json:
         return {
@@ -187,10 +186,8 @@ class ChatFormat(ReplyFormat):
         return {"content": content, "refusal": None}
 
 
-class BlockFormat(ABC):
+class BlockFormat(AnswerFormat, ABC):
     """The form of one answer in consecutive blocks: ``reasoning``, ``text``, and one per ``call``."""
-
-    counts = False
 
     def __init__(self) -> None:
         self._blocks: list[Json] = []
@@ -200,7 +197,7 @@ class BlockFormat(ABC):
 
     @abstractmethod
     def _ended(self, usage: Json, metrics: Json) -> Json:
-        """Return the whole answer."""
+        """Return the complete answer."""
 
     @abstractmethod
     def _opened(self, kind: str, call: CallDelta | None) -> list[str]:
@@ -212,19 +209,15 @@ class BlockFormat(ABC):
 
     @abstractmethod
     def _closed(self, kind: str, text: str) -> list[str]:
-        """Set the last block's whole text; return the events of its end."""
-
-    @abstractmethod
-    def note(self, notes: Sequence[str]) -> None:
-        """Add notes on the request to the answer."""
+        """Set the last block's complete text; return the events of its end."""
 
     def chunk(self, delta: Delta, usage: Json | None = None) -> str:
-        going_on = [call for call in delta.calls if call.index == self._call]  # before new text, which ends the call
-        events = [self._grow(call.arguments) for call in going_on if call.arguments]
+        same = [call for call in delta.calls if call.index == self._call]  # before new text, which ends the call
+        events = [self._grow(call.arguments) for call in same if call.arguments]
         for kind, text in (("reasoning", delta.reasoning), ("text", delta.text)):
             if text:
                 events += [*([] if kind == self._kind else self._switch(kind)), self._grow(text)]
-        for call in delta.calls[len(going_on) :]:
+        for call in delta.calls[len(same) :]:
             if call.index != self._call:
                 self._call = call.index
                 events += self._switch("call", call)
@@ -236,7 +229,6 @@ class BlockFormat(ABC):
         return "".join(events)
 
     def add(self, delta: Delta) -> None:
-        """Add new text to the whole answer, which is the sum of its stream's events."""
         self.chunk(delta)
 
     def whole(self, usage: Json, metrics: Json) -> str:
@@ -259,18 +251,18 @@ class BlockFormat(ABC):
         return self._closed(kind, self._text) if kind else []
 
 
-def _message(delta: Delta) -> Json:
-    """Format the content of a whole message; None next to calls if it is empty."""
+def _message(delta: Delta, form: Callable[[CallDelta], Json]) -> Json:
+    """Format a message, with its calls by ``form``; empty content next to calls is null."""
     message: Json = {"content": delta.text if delta.text or not delta.calls else None}
     if delta.reasoning:
         message["reasoning_content"] = delta.reasoning
     if delta.calls:
-        message["tool_calls"] = [_whole_call(call) for call in _joined(delta.calls)]
+        message["tool_calls"] = [form(call) for call in _joined(delta.calls)]
     return message
 
 
 def _joined(pieces: Sequence[CallDelta]) -> list[CallDelta]:
-    """Merge the pieces of each call: clients take a second one in a chunk for another call."""
+    """Merge the pieces of each call: in a chunk, clients read a second one as another call."""
     calls: dict[int, list[CallDelta]] = {}
     for piece in pieces:
         calls.setdefault(piece.index, []).append(piece)
@@ -293,7 +285,7 @@ def event(body: Mapping[str, Any], name: str | None = None) -> str:
 
 
 def padded(body: Json) -> Json:
-    """Pad an event with ``obfuscation``, so that its size reveals little."""
+    """Pad an event, so that its size reveals little."""
     spaces = PADDED_BYTES - (len(compact(body)) + len(',"obfuscation":""')) % PADDED_BYTES
     return {**body, "obfuscation": "x" * spaces}
 
@@ -304,7 +296,7 @@ def compact(body: Any) -> str:
 
 
 def _likeliest(one: TokenLogprob) -> dict[str, float]:
-    """Map tokens to log-probabilities, likeliest first, including the token. Of equal spellings, the likelier wins."""
+    """Map the likeliest tokens and this one to log-probabilities; of equal spellings, the likelier counts."""
     likeliest: dict[str, float] = {}
     for spelling, logprob in [*one.top, (one.spelling, one.logprob or 0.0)]:
         likeliest.setdefault(_readable(spelling), logprob)

@@ -1,4 +1,4 @@
-"""OpenAI's ``/v1/responses``, stateless: a request becomes a chat, and the chat's answer becomes items."""
+"""Translate OpenAI's ``/v1/responses``: a request becomes a chat, and the chat's answer becomes items."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import Field
 
 from forerun.models.text.call_formats import Json
 from forerun.models.text.message_parser import CallDelta
-from forerun.server.api_errors import ApiError
+from forerun.server.api_errors import ApiError, invalid
 from forerun.server.chat_schema import FunctionName, TranslatedRequest
 from forerun.server.replies import BlockFormat, compact, event, padded
 from forerun.server.schema import Count, NamedSchema, Objects, PlainFormat, StreamOptions, StrictModel, Text, one_error
@@ -21,7 +21,6 @@ from forerun.server.tolerance import (
     MAX_TURNS,
     Notes,
     bounded,
-    chosen,
     content_text,
     custom_arguments,
     custom_input,
@@ -42,14 +41,14 @@ class FlatSchemaFormat(NamedSchema):
 
 
 class TextOptions(StrictModel):
-    """Format of the answer; ``verbosity`` is ignored."""
+    """Format of the answer."""
 
     format: Annotated[PlainFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Any = None
 
 
 class ReasoningOptions(StrictModel):
-    """``effort`` goes to the chat template; the others are ignored."""
+    """``effort`` is the chat's reasoning effort; the others are ignored."""
 
     effort: str | None = None
     summary: Any = None
@@ -98,20 +97,19 @@ class ResponsesRequest(TranslatedRequest):
 
     @property
     def custom_tools(self) -> frozenset[str]:
-        """Return the names of tools that accept any text."""
+        """Return the names of tools whose input is any text."""
         return frozenset(str(tool.get("name")) for tool in self.tools or () if tool.get("type") == "custom")
 
     def _chat_fields(self, notes: Notes) -> Json:
         choice: Any = self.tool_choice
-        tools = function_tools(self.tools, _tool, notes)
         if isinstance(choice, AllowedTools):
-            tools, choice = chosen(tools or (), [tool.get("name") for tool in choice.tools]), choice.mode
+            choice = choice.model_dump()
         elif isinstance(choice, ChosenFunction):
             choice = {"type": "function", "function": {"name": choice.name}}
         return {
             "messages": self._messages(notes),
             "max_completion_tokens": self.max_output_tokens,
-            "tools": tools,
+            "tools": function_tools(self.tools, _tool, notes),
             "tool_choice": choice,
             "response_format": self._format(),
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
@@ -133,7 +131,7 @@ class ResponsesRequest(TranslatedRequest):
 
 
 def _tool(tool: Json) -> Json | None:
-    """Convert a function or a tool with one text argument; return None for one that OpenAI runs."""
+    """Convert a function, or a custom tool to one with a text argument; return None for one that OpenAI runs."""
     if tool.get("type") not in ("function", "custom"):
         return None
     function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
@@ -152,8 +150,8 @@ def _add_item(messages: list[Json], item: Json, where: str, notes: Notes) -> Non
     kind = item.get("type", "message")
     if kind == "message":
         turn = {"role": item.get("role"), "content": content_text(item.get("content"), f"{where}.content", notes)}
-        if turn["role"] == "assistant" and _is_thought(messages):
-            turn = messages.pop() | turn
+        if turn["role"] == "assistant" and messages and messages[-1].keys() == {"role", "content", "reasoning_content"}:
+            turn = messages.pop() | turn  # that is reasoning that still lacks its answer
         messages.append(turn)
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or ""
@@ -173,18 +171,18 @@ def _add_item(messages: list[Json], item: Json, where: str, notes: Notes) -> Non
         notes.add(f"{where} ({kind}) was left out: it is kept elsewhere")
     else:
         known = "message, function_call, function_call_output, custom_tool_call, reasoning"
-        raise ApiError(400, f"{where}: the type must be one that is known, such as {known}", "invalid_value", where)
+        raise invalid(where, f"{where}: the type must be one that is known, such as {known}")
 
 
 UNREADABLE_ITEMS = (
     "item_reference", "compaction", "compaction_summary", "context_compaction", "mcp_list_tools", "ghost_snapshot",
     "mcp_approval_request", "mcp_approval_response", "tool_search_output", "additional_tools", "compaction_trigger",
 )  # fmt: skip
-"""Items without content for a model, as OpenAI's servers keep what they refer to."""
+"""Items that refer to content on OpenAI's servers."""
 
 
 def _is_content(output: Any) -> bool:
-    """Return whether an output is text or content parts; those of shells are objects of another form."""
+    """Return whether an output is text or content parts, not a shell's objects."""
     if isinstance(output, list):
         return all(isinstance(part, dict) and "type" in part for part in output)
     return isinstance(output, str)
@@ -208,36 +206,25 @@ def _past_call(item: Json, kind: str) -> Json:
     return function_call(item.get("call_id"), kind.removesuffix("_call"), json.dumps(given, ensure_ascii=False))
 
 
-def _is_thought(messages: list[Json]) -> bool:
-    """Return whether the last turn is reasoning that still lacks its answer."""
-    return bool(messages) and messages[-1].keys() == {"role", "content", "reasoning_content"}
-
-
 class ResponsesFormat(BlockFormat):
-    """The events and the complete form of one response; ``number`` is the request's name."""
+    """The events and the complete form of one response."""
 
     def __init__(self, body: ResponsesRequest, number: str) -> None:
         super().__init__()
         self._sequence = 0
         self._pads = body.stream_options is not None and bool(body.stream_options.include_obfuscation)
         self._custom = body.custom_tools
-        self._head: Json = {
-            "id": f"resp_{number}",
-            "object": "response",
-            "created_at": int(time.time()),
-            "model": body.model,
-            "error": None,
-            "incomplete_details": None,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
+        given = body.model_dump(include={"model", "instructions", "max_output_tokens", "tool_choice"})
+        self._head = {"id": f"resp_{number}", "object": "response", "created_at": int(time.time()), **given}
+        self._head |= dict.fromkeys(("error", "incomplete_details", "previous_response_id"))
+        self._head |= {
             "metadata": {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             "store": False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": {"type": "text"}} if body.text is None else body.text.model_dump(by_alias=True),
-            "tool_choice": body.model_dump()["tool_choice"] or "auto",
+            "tool_choice": given["tool_choice"] or "auto",
             "tools": body.tools or [],
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": "disabled",
@@ -279,8 +266,7 @@ class ResponsesFormat(BlockFormat):
         return {**self._head, "status": status, "output": self._blocks, "usage": None}
 
     def _finish(self) -> list[str]:
-        """Give an empty answer an item, too."""
-        return [*([] if self._blocks else self._switch("text")), *super()._finish()]
+        return [*([] if self._blocks else self._switch("text")), *super()._finish()]  # an empty answer is an item, too
 
     def _opened(self, kind: str, call: CallDelta | None) -> list[str]:
         name, prefix = ITEMS[kind]
@@ -299,7 +285,7 @@ class ResponsesFormat(BlockFormat):
 
     def _grown(self, kind: str, text: str) -> str:
         if kind == "call" and "input" in self._blocks[-1]:
-            return ""  # known when the arguments end, as it is inside their JSON
+            return ""  # parsed when the arguments' JSON is complete
         if kind == "call":
             return self._of_item("function_call_arguments.delta", delta=text)
         return self._of_item(f"{_part_type(kind)}.delta", content_index=0, delta=text, **_no_logprobs(kind))
@@ -334,9 +320,9 @@ class ResponsesFormat(BlockFormat):
         return self._event(f"response.{what}", {**place, **more})
 
     def _event(self, name: str, body: Json) -> str:
-        said = {"type": name, "sequence_number": self._sequence, **body}
+        body = {"type": name, "sequence_number": self._sequence, **body}
         self._sequence += 1
-        return event(padded(said) if self._pads and name.endswith(".delta") else said, name)
+        return event(padded(body) if self._pads and name.endswith(".delta") else body, name)
 
 
 def _part_type(kind: str) -> str:

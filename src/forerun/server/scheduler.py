@@ -1,7 +1,7 @@
-"""One thread that decodes for all clients: it admits requests while their caches fit, steps, and delivers tokens.
+"""One thread that decodes for all clients, with iteration-level scheduling (Orca, Yu et al. 2022).
 
-Iteration-level scheduling (Orca, Yu et al. 2022): requests join and leave between any two steps. A request's bytes of
-keys and values are known before it starts, so none is ever evicted for lack of memory.
+Requests join and leave between any two steps. Their bytes of keys and values are known before they start, so none is
+ever evicted for lack of memory.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from forerun.core.memory import give_back
 from forerun.core.request import Request
@@ -19,39 +20,35 @@ from forerun.engine.engine import Engine
 from forerun.engine.prefill_pacing import STEPS_BESIDE, PrefillPacing
 from forerun.engine.result import Commit
 from forerun.kv.kv_tiers import NoRoomError
-from forerun.server.admission import Admission, Ending, ScheduledRequest, SchedulerLimits
+from forerun.server.admission import Admission, Ending, ScheduledRequest, SchedulerLimits, attempt
 from forerun.server.step_shares import MAX_SLOWDOWN, StepShares
 from forerun.tensor_parallel.channel import ParallelError
 
 log = logging.getLogger(__name__)
 
 IDLE_SECONDS = 5.0
-"""Time without a request after which free memory returns to the system. Taking it again costs 1 ms or more per MiB, so
-it is kept between requests that follow each other."""
+"""Time without a request after which free memory returns to the system. Allocating it again costs 1 ms per MiB."""
 OFFLOADED_CHUNKS = 8
-"""Chunks of an offloaded prompt prefilled per step. With fewer, others would wait less, but every step copies in
-everything prefilled before."""
+"""Chunks of an offloaded prompt prefilled per step, which copies in everything prefilled before; others wait for it."""
 MEMORY_POLL_SECONDS = 0.01
-"""Interval of checks for memory held by another user of the engine."""
+"""Interval of checks for memory that another user of the engine holds."""
 LAST_STEP_SECONDS = 30.0
-"""Time limit for the running step at the end. A longer one ends with the process."""
+"""Time limit for the last step. A longer one ends with the process."""
 
 
 class Scheduler:
-    """A thread that runs requests of many clients through one engine, which others may use meanwhile.
+    """A thread that runs requests of many clients through one engine, which others may use, too.
 
     Only this thread starts and ends requests. The lock guards queues, and is never held while the engine works.
     ``on_finished`` is called in the thread with each finished request, and must return at once.
-
-    Attributes:
-        failed: true if it had to stop; all requests have ended then, and it accepts no more.
-        other_seconds: time outside the engine's steps while requests ran: admission and delivery.
     """
 
     def __init__(
         self, engine: Engine, limits: SchedulerLimits, on_finished: Callable[[Request], None] | None = None
     ) -> None:
-        self.engine, self.limits, self.failed, self.other_seconds = engine, limits, False, 0.0
+        self.engine, self.limits = engine, limits
+        self.failed = False  # whether an error ended it and all requests
+        self.other_seconds = 0.0  # outside the engine's steps while requests ran: admission and delivery
         self._on_finished = on_finished
         self._batch = self._new_batch()
         self._admission, self._shares = Admission(limits, engine.tiers), StepShares(limits.tenants)
@@ -61,11 +58,11 @@ class Scheduler:
         self._thread = threading.Thread(target=self._work, name="forerun-scheduler", daemon=True)
         self._thread.start()
 
-    def check_places(self, tenant: str, texts: int) -> None:
-        """Raise the QueueFullError or RuntimeError of ``submit`` before any work for ``texts`` requests."""
+    def check_places(self, tenant: str, requests: int) -> None:
+        """Raise the QueueFullError or RuntimeError of ``submit`` before any work for so many requests."""
         with self._changed:
             self._check_open()
-            self._admission.check_places(tenant, texts)
+            self._admission.check_places(tenant, requests)
 
     def submit(
         self,
@@ -75,18 +72,12 @@ class Scheduler:
         tenant: str = "default",
         deadline: float | None = None,
     ) -> ScheduledRequest:
-        """Queue a new request; see ``ScheduledRequest``. The stored part of its prompt is verified in this thread.
-
-        Raises ValueError if its caches exceed the memory, QueueFullError if the queue is full, RuntimeError after
-        ``close``.
-        """
+        """Queue a new request; raise ValueError beyond the memory, QueueFullError, or RuntimeError after ``close``."""
         batch = self._batch
-        needs, drafting = batch.needs(request), batch.drafting(request)
-        scheduled = ScheduledRequest(
-            request, tenant, on_commit, on_end, deadline, needs, batch.tokens(request), drafting
-        )
+        sizes = batch.needs(request), batch.tokens(request), batch.drafting(request)
+        scheduled = ScheduledRequest(request, tenant, on_commit, on_end, deadline, *sizes)
         self._admission.check(scheduled)
-        batch.verify_stored(request)
+        batch.verify_stored(request)  # in the calling thread
         with self._changed:
             self._check_open()
             displaced = self._admission.add(scheduled)
@@ -96,19 +87,16 @@ class Scheduler:
         return scheduled
 
     def cancel(self, scheduled: ScheduledRequest) -> None:
-        """End a request, unless it has ended.
-
-        It waits for no lock, so an event loop may call it; the lock's holder checks cancelled requests before sleeping.
-        """
+        """End a request, unless it has ended, without waiting."""
         self._cancelled.append(scheduled)
-        if self._changed.acquire(blocking=False):
+        if self._changed.acquire(blocking=False):  # otherwise its holder sees the request before it sleeps
             try:
                 self._changed.notify()
             finally:
                 self._changed.release()
 
     def close(self, patience: float = 0.0) -> None:
-        """Accept no more requests, and end all others after ``patience`` seconds."""
+        """Accept no more requests, and end the others after ``patience`` seconds."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -128,7 +116,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Return whether a request runs or waits."""
+        """Return whether requests run or wait."""
         with self._changed:
             return bool(self.running or self.waiting)
 
@@ -178,7 +166,8 @@ class Scheduler:
                 self._batch.close()
                 return
             began, stepping = time.perf_counter(), self.engine.step_seconds.total
-            self._end_cancelled()
+            while self._cancelled:
+                self._end(self._cancelled.popleft(), "cancelled")
             self._end_late()
             self._admit()
             if self.running:
@@ -196,10 +185,6 @@ class Scheduler:
         beside = STEPS_BESIDE if self.limits.tenants == 1 else MAX_SLOWDOWN
         pacing = PrefillPacing(beside=beside) if self.engine.exactness.level == "bitwise" else None
         return self.engine.batch(self.limits.step, offloaded_chunks=OFFLOADED_CHUNKS, pacing=pacing)
-
-    def _end_cancelled(self) -> None:
-        while self._cancelled:
-            self._end(self._cancelled.popleft(), "cancelled")
 
     def _end_late(self) -> None:
         now = time.monotonic()
@@ -252,14 +237,14 @@ class Scheduler:
                 self._end(scheduled, "error")
             return
         rows = [self._admission.running[commit.request.id] for commit in commits]
-        if len(commits) == len(running) - len(plan.resting):
+        if len(commits) == len(running) - len(plan.skipping):
             stepped = [(row.tenant, commit) for row, commit in zip(rows, commits, strict=True)]
-            self._shares.learn(stepped, time.perf_counter() - began)
+            self._shares.record(stepped, time.perf_counter() - began)
         with self._changed:
             for scheduled, commit in zip(rows, commits, strict=True):
                 self._admission.serve(scheduled.tenant, len(commit.tokens))
         for scheduled, commit in zip(rows, commits, strict=True):
-            if not self._deliver(scheduled, commit):
+            if not attempt(partial(scheduled.on_commit, commit), "a client failed to receive its tokens"):
                 self._end(scheduled, "cancelled")
             elif commit.request.finish_reason is not None:
                 self._end(scheduled, "finished" if commit.request.error is None else "error")
@@ -267,27 +252,13 @@ class Scheduler:
             if isinstance(commit.request.error, ParallelError):
                 raise commit.request.error
 
-    def _deliver(self, scheduled: ScheduledRequest, commit: Commit) -> bool:
-        """Deliver tokens to a client; return False if it fails, which must not stop the others."""
-        try:
-            scheduled.on_commit(commit)
-        except Exception:
-            log.exception("a client failed to receive its tokens; its request ends")
-            return False
-        return True
-
     def _end(self, scheduled: ScheduledRequest, how: Ending) -> None:
         with self._changed:
             if not self._admission.remove(scheduled):
                 return
             self._admission.forget()
-        try:
-            self._batch.cancel(scheduled.request)
-        except Exception:  # its client is still told
-            log.exception("some resources of an ended request could not be released")
+        cancel = partial(self._batch.cancel, scheduled.request)
+        attempt(cancel, "some resources of an ended request could not be released")
         if how == "finished" and self._on_finished is not None:
-            try:
-                self._on_finished(scheduled.request)
-            except Exception:
-                log.exception("an ended request could not be passed on")
+            attempt(partial(self._on_finished, scheduled.request), "an ended request could not be passed on")
         scheduled.end(how)

@@ -1,14 +1,11 @@
-"""Fields that all requests share, and requests of OpenAI's ``/v1/completions``.
-
-``forerun.server.tolerance`` removes what may be ignored; any other unknown field is refused. So no request silently
-gets less than it says. A list's check stops at the first error: there may be a hundred thousand.
-"""
+"""Fields that all requests share, and requests to OpenAI's ``/v1/completions``."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -25,19 +22,18 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from forerun.server.api_errors import ApiError
-from forerun.server.field_errors import validation_error
 from forerun.server.tenants import NAMESPACE_PATTERN
-from forerun.server.tolerance import Notes, content_text, requested
+from forerun.server.tolerance import NEUTRAL, Notes, content_text, requested
 
 MAX_CHOICES = 128
 """Answers per prompt; OpenAI's limit."""
 MAX_BIASES = 1024
-"""Tokens that a request may have a bias for."""
 SEED_LIMIT = 2**63
 MAX_STOPS = 64
-"""Stop strings and tokens of a request. Each string is searched for in every new text."""
+"""Stop strings or tokens of a request. Each string is searched for in all new text."""
 MIN_TEMPERATURE = 1e-6
 """Logits divided by less may overflow a float32."""
+LISTED_FAULTS = 8
 
 
 def one_error(message: str) -> WrapValidator:
@@ -59,7 +55,7 @@ def _check_temperature(temperature: float) -> float:
 
 
 FAIL_FAST = Field(fail_fast=True)
-"""A list stops at its first error. Four million errors cost half a minute and 6 GiB."""
+"""A list's check stops at its first error. Four million errors cost half a minute and 6 GiB."""
 StopString = Annotated[str, Field(min_length=1)]
 Stop = Annotated[
     StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS), FAIL_FAST] | None,
@@ -67,7 +63,7 @@ Stop = Annotated[
 ]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Text = str
-"""Whole characters: the body was checked for halves of surrogate pairs."""
+"""Text without halves of surrogate pairs, which ``bodies.py`` refuses."""
 Temperature = Annotated[float, Field(ge=0, le=2), AfterValidator(_check_temperature)]
 Tokens = Annotated[list[Token], Field(min_length=1), FAIL_FAST]
 Prompt = Annotated[
@@ -97,12 +93,12 @@ class StrictModel(BaseModel):
     tolerant: ClassVar[bool] = False
     """Whether hints and unused features are ignored."""
     chat_names: ClassVar[Mapping[str, str]] = {}
-    """Its names of a chat's fields, for errors, where they differ."""
+    """A chat's fields that have another name here, for errors."""
 
     @model_validator(mode="before")
     @classmethod
     def _tolerate(cls, given: Any, info: ValidationInfo) -> Any:
-        """Remove ignored fields, and report many unknown ones as one error: there may be thousands."""
+        """Remove ignored fields, and report many unknown ones as one error."""
         if not isinstance(given, dict):
             return given
         known = _own_names(cls)
@@ -111,19 +107,19 @@ class StrictModel(BaseModel):
         else:
             given = {name: value for name, value in given.items() if value is not None or name not in known}
         if len(given) > len(known):
-            message = "there are {given} fields, of which {known} are known"
-            raise PydanticCustomError("unsupported", message, {"given": len(given), "known": len(known)})
+            message = f"there are {len(given)} fields, of which {len(known)} are known"
+            raise PydanticCustomError("unsupported", message)
         return cls._translated(given, info.context if isinstance(info.context, Notes) else Notes())
 
     @classmethod
     def _translated(cls, given: dict[str, Any], notes: Notes) -> dict[str, Any]:
-        """Bring the fields into the one form that is checked."""
+        """Convert the fields to the one form that is checked."""
         return given
 
     @classmethod
     @contextmanager
     def own_names(cls) -> Iterator[None]:
-        """Rename the fields of errors about the chat that a request was translated into."""
+        """Rename the fields of errors about the translated request."""
         try:
             yield
         except ApiError as error:
@@ -132,13 +128,40 @@ class StrictModel(BaseModel):
 
     @classmethod
     def checked(cls, given: Any, notes: Notes, asked: type[StrictModel] | None = None) -> Self:
-        """Check a request; raise an ApiError with the names of ``asked``, if it was translated from one."""
+        """Check a request; raise ApiError, with the names of ``asked`` if it was translated from one."""
         try:
             return cls.model_validate(given, context=notes)
         except ValidationError as error:
             faults = error.errors(include_url=False, include_context=False, include_input=False)
-            names = functools.partial(field_names, asked or cls)
-            raise validation_error(faults, names, asked.chat_names if asked else {}) from None
+            raise _validation_error(faults, asked or cls, asked.chat_names if asked else {}) from None
+
+
+def _validation_error(errors: Sequence[Any], model: type[BaseModel], renamed: Mapping[str, str]) -> ApiError:
+    """Merge pydantic's errors about a request, with ``renamed`` fields; ``param`` and ``code`` are the first one's.
+
+    The message repeats only field names of the client's, and suggests the nearest known name for an unknown field.
+    """
+    errors = [{**each, "loc": tuple(renamed.get(str(part), part) for part in each["loc"])} for each in errors]
+    first = errors[0]
+    code = "unsupported" if first["type"] in ("unsupported", "extra_forbidden") else "invalid_value"
+    message = "; ".join(_fault(each, model) for each in errors[:LISTED_FAULTS])
+    if len(errors) > LISTED_FAULTS:
+        message += f"; and {len(errors) - LISTED_FAULTS} more fields are wrong"
+    # a check of several fields has no location, and is named after the one to change
+    named = first["type"] if first["type"] in _own_names(model) | _inner_names(model) else None
+    return ApiError(400, message, code, ".".join(map(str, first["loc"])) or named)
+
+
+def _fault(error: Any, model: type[BaseModel]) -> str:
+    message, place = str(error["msg"]), error["loc"]
+    if error["type"] == "extra_forbidden":
+        names = _inner_names(model) if len(place) > 1 else _own_names(model)
+        near = get_close_matches(str(place[-1])[:64], sorted(names), 1)
+        message = f"there is no such field; did you mean {near[0]}?" if near else "there is no such field"
+        if len(place) == 1 and place[0] in NEUTRAL:
+            message = "it is not supported; leave it out"
+    message = message[:1].lower() + message[1:]
+    return f"{'.'.join(map(str, place))}: {message}" if place else message
 
 
 @functools.cache
@@ -146,26 +169,27 @@ def _own_names(model: type[BaseModel]) -> frozenset[str]:
     return frozenset(each.alias or name for name, each in model.model_fields.items())
 
 
-class StreamOptions(StrictModel):
-    """``include_usage``: a last chunk has the usage; with ``continuous_usage_stats`` each has that so far.
-    ``include_obfuscation``: chunks are padded."""
+@functools.cache
+def _inner_names(model: type[BaseModel]) -> frozenset[str]:
+    parts = model.model_json_schema().get("$defs", {}).values()
+    return frozenset(name for part in parts for name in part.get("properties", ()))
 
-    include_usage: bool = False
-    include_obfuscation: bool | None = None
-    continuous_usage_stats: bool = False
+
+class StreamOptions(StrictModel):
+    """What chunks contain besides new text."""
+
+    include_usage: bool = False  # in a last chunk
+    include_obfuscation: bool | None = None  # whether chunks are padded
+    continuous_usage_stats: bool = False  # the usage so far, in each chunk
 
 
 class Extension(StrictModel):
-    """Forerun's fields; none of them changes an output.
+    """Forerun's fields; none of them changes an output."""
 
-    ``namespace``: drafts come from the tenant's outputs in this namespace. ``drafter``: the server's, or ``none``.
-    ``budget``: maximum draft length. ``trace``: a stream names the source of each token.
-    """
-
-    namespace: Annotated[str, Field(pattern=NAMESPACE_PATTERN)] = "default"
-    drafter: str | None = None
-    budget: Annotated[int, Field(ge=0)] | None = None
-    trace: bool = False
+    namespace: Annotated[str, Field(pattern=NAMESPACE_PATTERN)] = "default"  # of outputs to draft from
+    drafter: str | None = None  # the server's, or ``none``
+    budget: Annotated[int, Field(ge=0)] | None = None  # maximum draft length
+    trace: bool = False  # whether a stream names the source of each token
 
 
 class PlainFormat(StrictModel):
@@ -175,7 +199,7 @@ class PlainFormat(StrictModel):
 
 
 class NamedSchema(StrictModel):
-    """A JSON schema, always enforced, whatever ``strict`` says; ``name`` and ``description`` are ignored."""
+    """A JSON schema, which is always enforced; the other fields are ignored."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     description: str | None = None
@@ -221,7 +245,7 @@ class Prediction(StrictModel):
 
 
 class GenerationRequest(StrictModel):
-    """The fields that both kinds of requests have."""
+    """The fields of both completions and chats."""
 
     tolerant = True
     clamps: ClassVar[bool] = False
@@ -252,7 +276,7 @@ class GenerationRequest(StrictModel):
 
     @property
     def token_limit(self) -> int | None:
-        """Return the requested maximum length of the answer, in tokens."""
+        """Return the requested limit on the answer's tokens."""
         return self.max_tokens
 
     @property
@@ -272,11 +296,12 @@ class GenerationRequest(StrictModel):
 
     @property
     def stops(self) -> list[str]:
-        """Return the strings that end an answer."""
+        """Return the stop strings."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
-    def texts(self) -> int:
+    def answers(self) -> int:
+        """Return the number of answers."""
         return self.n or 1
 
     @model_validator(mode="after")
@@ -291,15 +316,12 @@ class GenerationRequest(StrictModel):
 
 
 class CompletionRequest(GenerationRequest):
-    """A request to ``/v1/completions``, with ``prompt`` as text, token ids, or several of either.
-
-    ``suffix``: text after the answer. ``echo``: the answer begins with the prompt.
-    """
+    """A request to ``/v1/completions``."""
 
     prompt: Prompt
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    suffix: Text | None = None
-    echo: bool | None = None
+    suffix: Text | None = None  # text after the answer
+    echo: bool | None = None  # whether the answer begins with the prompt
     add_special_tokens: bool = True
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
@@ -308,7 +330,7 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
     @property
-    def texts(self) -> int:
+    def answers(self) -> int:
         return len(self.prompts) * (self.n or 1)
 
     @model_validator(mode="after")
@@ -323,7 +345,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """Return a list of prompts."""
+        """Return the prompts."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
@@ -334,12 +356,3 @@ class DetokenizeRequest(StrictModel):
 
     model: str | None = None
     tokens: Annotated[list[Token], FAIL_FAST]
-
-
-@functools.cache
-def field_names(model: type[BaseModel], nested: bool = False) -> frozenset[str]:
-    """Return the names of a request's fields, or of those inside them."""
-    if not nested:
-        return _own_names(model)
-    parts = model.model_json_schema().get("$defs", {}).values()
-    return frozenset(name for part in parts for name in part.get("properties", ()))

@@ -1,4 +1,4 @@
-"""Turn a client's request into a running call: prompts, limits, requests of the engine."""
+"""Convert a client's request to a running call: prompts, limits, requests of the engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from forerun.models.text.schemas import SchemaError
 from forerun.models.text.token_bytes import TokenBytes
 from forerun.server.admission import QueueFullError, SchedulerLimits
 from forerun.server.answers import AnswerText, Echo, LogprobStreamer
-from forerun.server.api_errors import ApiError
+from forerun.server.api_errors import ApiError, invalid
 from forerun.server.calls import AnswerRow, Call, LoopDispatcher, refusal
 from forerun.server.chat_schema import ChatRequest, GenerationBody
 from forerun.server.echo import scoring_prompt
@@ -36,7 +36,7 @@ from forerun.server.prompt_encoder import EncodedPrompt, PromptEncoder
 from forerun.server.scheduler import Scheduler
 from forerun.server.schema import CompletionRequest, Extension
 from forerun.server.settings import ServerSettings
-from forerun.server.tenants import drafting_namespace, private_namespace
+from forerun.server.tenants import full_namespace
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -44,16 +44,14 @@ Result = TypeVar("Result")
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default length of a completion. A chat's default is the server's limit."""
 LOGPROB_BYTES = 100
-"""Size of a token's log-probability, and of each alternative, in an answer: usually 90 bytes of JSON."""
+"""Size in an answer of a token's log-probability, and of each alternative: usually 90 bytes of JSON."""
 ENCODING_TENANTS = 8
-"""Number of tenants whose prompts are encoded in turn, one by one; more tenants take turns by request. One prompt is
-encoded at a time, so more threads would be no faster."""
+"""Number of tenants whose prompts are encoded in turn, one at a time; more tenants take turns by request."""
 NO_DRAFTER = "none"
-"""The drafter that a request names for an output without drafts."""
 
 
 class Service:
-    """One engine, with a tokenizer, for many clients. ``on_finished``: see ``Scheduler``."""
+    """One engine, with a tokenizer, for many clients; for ``on_finished``, see ``Scheduler``."""
 
     def __init__(
         self,
@@ -72,29 +70,27 @@ class Service:
         self._encoding = FairExecutor(ENCODING_TENANTS, "forerun-encode")
         self.form = message_format(self.tokenizer)
         self._bytes = TokenBytes(self.tokenizer)
-        self._marks = frozenset(getattr(self.tokenizer, "added_tokens_decoder", ()))
-        """Special tokens: chat templates put them around messages and their parts."""
+        self._special = frozenset(getattr(self.tokenizer, "added_tokens_decoder", ()))  # around a template's messages
         self._ends = frozenset(ends(engine.target.model.generation_config))
         self._dispatcher: LoopDispatcher | None = None
         self.grammars = GrammarPool(engine.grammars)
-        self._prepare_grammars()
+        try:
+            engine.grammars.prepare()  # while no other thread runs
+        except (ValueError, ModuleNotFoundError) as error:  # requests for a grammar get the reason
+            log.warning("no answer can be made to follow a schema: %s", error)
 
     def close(self, patience: float = 0.0) -> None:
         self.grammars.close()
         self.scheduler.close(patience)
 
     async def call(self, body: GenerationBody, tenant: str, number: str, held: HeldBytes) -> Call:
-        """Prepare an answer without blocking the event loop, cheap checks first.
-
-        Add the maximum size of its log-probabilities to ``held``. Raises ApiError, which says what is refused and why.
-        """
+        """Prepare an answer; raise ApiError for a wrong request. ``held`` then includes its log-probabilities."""
         arrived = time.monotonic()
         self.check_model(body.model)
         self._check_cheap(body)
-        tokens = self._most_tokens(body)
-        nbytes = _hold_logprobs(held, body, body.texts * tokens)
+        nbytes = _hold_logprobs(held, body, body.answers * self._most_tokens(body))
         try:
-            await asyncio.to_thread(self.scheduler.check_places, tenant, body.texts)
+            await asyncio.to_thread(self.scheduler.check_places, tenant, body.answers)
         except (QueueFullError, RuntimeError) as error:
             raise refusal(error) from error
         try:
@@ -102,42 +98,41 @@ class Service:
             if _scores_prompt(body):
                 nbytes += _hold_logprobs(held, body, sum(len(prompt.ids) for prompt in prompts) * (body.n or 1))
             response_format = await asyncio.to_thread(self._response_format, body, prompts[0].text or "")
-            await self.grammars.prepare(response_format, tenant, private_namespace(tenant, body.forerun.namespace))
+            await self.grammars.prepare(response_format, tenant, full_namespace(tenant, body.forerun.namespace))
             requests = await asyncio.to_thread(self._requests, body, tenant, prompts, response_format)
         except SchemaError as error:
-            field = "response_format" if body.format is not None else "tools"
-            raise ApiError(400, str(error), "invalid_value", field) from error
+            raise invalid("response_format" if body.format is not None else "tools", str(error)) from error
         except (ValueError, TypeError, NotImplementedError) as error:
-            raise ApiError(400, str(error), "invalid_value") from error
-        texts = [prompt for prompt in prompts for _ in range(body.n or 1)]
-        rows = [self._row(body, *pair, arrived) for pair in zip(requests, texts, strict=True)]
+            raise invalid(None, str(error)) from error
+        each_prompt = [prompt for prompt in prompts for _ in range(body.n or 1)]
+        rows = [self._row(body, *pair, arrived) for pair in zip(requests, each_prompt, strict=True)]
         shared = self.settings.share and requests[0].drafts
         options = (len(prompts), self.engine.budget, body.forerun.trace, shared, nbytes)
-        return Call(self.scheduler, rows, number, self._loop_dispatcher(), *options)
+        if self._dispatcher is None or self._dispatcher.loop is not asyncio.get_running_loop():
+            self._dispatcher = LoopDispatcher(asyncio.get_running_loop())
+        return Call(self.scheduler, rows, number, self._dispatcher, *options)
 
     async def in_turn(self, tenant: str, job: Callable[..., Result], *given: Any) -> Result:
-        """Run a job in a thread, one request per tenant at a time, so that no tenant waits for all of another's."""
+        """Run a job in a thread, one per tenant at a time, so that no tenant waits for all of another's."""
         return await asyncio.wrap_future(self._encoding.submit(tenant, partial(job, *given)))
 
     def check_model(self, name: str | None) -> None:
-        """Raise an ApiError for another model's name."""
+        """Raise ApiError for another model's name."""
         if name not in (None, self.settings.served_name):
             message = f"there is no model {name!r} here; there is {self.settings.served_name!r}"
             raise ApiError(404, message, "model_not_found", "model")
 
     def check_tokens(self, field: str, tokens: Iterable[int]) -> None:
-        """Raise an ApiError for a token that the model does not have."""
+        """Raise ApiError for a token that the model does not have."""
         words = self.engine.target.vocabulary
         if (largest := max(tokens, default=0)) >= words:
-            message = f"{field} has {largest}; this model has tokens from 0 to {words - 1}"
-            raise ApiError(400, message, "invalid_value", field)
+            raise invalid(field, f"{field} has {largest}; this model has tokens from 0 to {words - 1}")
 
     def _row(self, body: GenerationBody, request: Request, prompt: EncodedPrompt, arrived: float) -> AnswerRow:
-        scored = _scores_prompt(body)
         echo = None
         if isinstance(body, CompletionRequest) and body.echo:
             text = self.tokenizer.decode(prompt.ids) if prompt.text is None else prompt.text
-            echo = Echo(text, len(prompt.ids) - 1 if scored else 0, body.max_tokens != 0)
+            echo = Echo(text, len(prompt.ids) - 1 if _scores_prompt(body) else 0, body.max_tokens != 0)
         parser, keep = None, frozenset[int]()
         hidden = frozenset(body.stop_token_ids)
         if isinstance(body, ChatRequest):
@@ -148,8 +143,7 @@ class Service:
                 parser = MessageParser(self.tokenizer, self.form, template, prompt.text or "", tools, body.parallel)
         logprobs = None
         if body.alternatives is not None:
-            told, text = (prompt.ids, echo.text) if scored and echo is not None else ((), "")
-            logprobs = LogprobStreamer(self._bytes, request, self._ends_of(body), told, text, body.max_tokens != 0)
+            logprobs = LogprobStreamer(self._bytes, request, self._ends_of(body), echo, prompt.ids if echo else ())
         if not body.skip_special_tokens:
             hidden = self._ends_of(body) - keep
             keep |= frozenset(self.form.special.values())
@@ -159,7 +153,7 @@ class Service:
         return AnswerRow(request, answer, meter, logprobs, parser, decode=decode)
 
     def _response_format(self, body: GenerationBody, prompt: str) -> dict[str, Any] | None:
-        """Return the format of the whole output, including reasoning and calls."""
+        """Return the format of the complete output, including reasoning and calls."""
         wanted = body.format
         if not isinstance(body, ChatRequest):
             return wanted
@@ -167,7 +161,7 @@ class Service:
             grammar_source(wanted)  # refuse one that is too large before further checks
         thinking, required = self.form.thinking_after(prompt), body.required_tools
         if required and self.form.calls is None:
-            message = "tool_choice must be auto or none: how this model writes calls is not known"
+            message = "tool_choice must be auto or none: this model's format of calls is unknown"
             raise ApiError(400, message, "unsupported", "tool_choice")
         if required:
             return self.form.grammar(None, required, body.parallel, thinking)
@@ -176,7 +170,7 @@ class Service:
 
     @property
     def offer(self) -> dict[str, Any]:
-        """Describe what clients may request beyond OpenAI's API, and the exactness of outputs."""
+        """Describe the values of Forerun's fields, and the exactness of outputs."""
         return {
             "drafters": list(dict.fromkeys((self.settings.drafter, NO_DRAFTER))),
             "budget": self.engine.budget,
@@ -186,29 +180,21 @@ class Service:
         }
 
     def deadline(self) -> float | None:
-        """Return the deadline of a call that starts now, by ``time.monotonic``."""
+        """Return the deadline, by ``time.monotonic``, of a call that starts now."""
         return None if self.settings.timeout is None else time.monotonic() + self.settings.timeout
 
-    def _loop_dispatcher(self) -> LoopDispatcher:
-        loop = asyncio.get_running_loop()
-        if self._dispatcher is None or self._dispatcher.loop is not loop:
-            self._dispatcher = LoopDispatcher(loop)
-        return self._dispatcher
-
     def _check_cheap(self, body: GenerationBody) -> None:
-        """Refuse what can be refused without the prompt's tokens."""
         places = self.scheduler.limits.rows + self.scheduler.limits.waiting
-        if body.texts > places:
-            message = f"the prompts and n need {body.texts} answers; this server has places for {places}"
+        if body.answers > places:
+            message = f"the prompts and n need {body.answers} answers; this server has places for {places}"
             raise ApiError(400, message, "too_many_texts", "n")
         self.check_tokens("logit_bias", map(int, body.logit_bias or ()))
         self.check_tokens("stop_token_ids", body.stop_token_ids)
         if not body.clamps and body.token_limit is not None and body.token_limit > self.settings.max_tokens:
             message = f"{body.limit_name} is {body.token_limit}; this server allows {self.settings.max_tokens}"
             raise ApiError(400, message, "max_tokens_exceeded", body.limit_name)
-        if body.min_tokens > self._most_tokens(body):
-            message = f"min_tokens is {body.min_tokens}; the answer has {self._most_tokens(body)} at most"
-            raise ApiError(400, message, "invalid_value", "min_tokens")
+        if body.min_tokens > (most := self._most_tokens(body)):
+            raise invalid("min_tokens", f"min_tokens is {body.min_tokens}; the answer has {most} at most")
         self._budget(body.forerun)
 
     def _most_tokens(self, body: GenerationBody) -> int:
@@ -225,10 +211,9 @@ class Service:
     ) -> list[Request]:
         """Make ``n`` requests per prompt, ordered by prompt."""
         name, scored = body.forerun.namespace, _scores_prompt(body)
-        private = private_namespace(tenant, name)
         options: dict[str, Any] = {
-            "namespace": private,
-            "drafts_from": private if scored else drafting_namespace(tenant, name, self.settings.share),
+            "namespace": full_namespace(tenant, name),
+            "drafts_from": full_namespace(tenant, name, self.settings.share and not scored),
             "budget": self._budget(body.forerun),
             "logprobs": body.alternatives,
             "response_format": response_format,
@@ -249,7 +234,7 @@ class Service:
                 if body.ignore_eos:
                     request.eos_token_ids = self._ends_of(body)
                 request.wants_prefix_break = body.forerun.trace
-                request.turns = [place for place, token in enumerate(read) if token in self._marks]
+                request.turns = [place for place, token in enumerate(read) if token in self._special]
                 if body.stops:
                     answer = AnswerText(self.tokenizer, ids, body.stops)
                     request.stopping = _stopping_at_string(answer, request.stopping)
@@ -263,22 +248,15 @@ class Service:
         """Return the maximum draft length; None for the server's."""
         offer = self.offer
         if wanted.drafter not in (None, *offer["drafters"]):
-            message = f"forerun.drafter is {wanted.drafter!r}; this server has {', '.join(offer['drafters'])}"
-            raise ApiError(400, message, "invalid_value", "forerun.drafter")
-        if wanted.budget is not None and wanted.budget > offer["budget"]:
-            message = f"forerun.budget is {wanted.budget}; this server drafts {offer['budget']} tokens at most"
-            raise ApiError(400, message, "invalid_value", "forerun.budget")
+            has = ", ".join(offer["drafters"])
+            raise invalid("forerun.drafter", f"forerun.drafter is {wanted.drafter!r}; this server has {has}")
+        if wanted.budget is not None and wanted.budget > (most := offer["budget"]):
+            message = f"forerun.budget is {wanted.budget}; this server drafts {most} tokens at most"
+            raise invalid("forerun.budget", message)
         return 0 if wanted.drafter == NO_DRAFTER else wanted.budget
 
-    def _prepare_grammars(self) -> None:
-        """Prepare grammars while no other thread runs. After a failure, requests for a grammar get the reason."""
-        try:
-            self.engine.grammars.prepare()
-        except (ValueError, ModuleNotFoundError) as error:
-            log.warning("no answer can be made to follow a schema: %s", error)
-
     def _answer_tokens(self, body: GenerationBody, prompt: int) -> int:
-        """Return the maximum answer length after ``prompt`` tokens; raise an ApiError if there is no room."""
+        """Return the maximum answer length after ``prompt`` tokens; raise ApiError if there is no room."""
         most, fits = self._most_tokens(body), body.clamps or body.token_limit is None
         if self.positions is None:
             return most
@@ -291,17 +269,16 @@ class Service:
 
 
 def _hold_logprobs(held: HeldBytes, body: GenerationBody, tokens: int) -> int:
-    """Hold the bytes that the tokens' log-probabilities may need, and return their number."""
+    """Hold and return the bytes that the tokens' log-probabilities may need."""
     nbytes = 0 if body.alternatives is None else tokens * (1 + body.alternatives) * LOGPROB_BYTES
-    held.take(nbytes, "bytes of log-probabilities")
+    held.acquire(nbytes, "bytes of log-probabilities")
     return nbytes
 
 
 def _scores_prompt(body: GenerationBody) -> bool:
     """Return whether the prompt's tokens are decoded, too."""
-    return (
-        isinstance(body, CompletionRequest) and bool(body.echo) and (body.logprobs is not None or body.max_tokens == 0)
-    )
+    echoes = isinstance(body, CompletionRequest) and bool(body.echo)
+    return echoes and (body.logprobs is not None or body.max_tokens == 0)
 
 
 def _sampling(body: GenerationBody, choice: int, start: int) -> dict[str, Any]:
@@ -325,14 +302,11 @@ def _sampling(body: GenerationBody, choice: int, start: int) -> dict[str, Any]:
 
 
 def _stopping_at_string(answer: AnswerText, other: Stopping | None) -> Stopping:
-    """Stop at the token that completes a stop string, or when ``other`` stops; both see every token.
-
-    ``answer`` serves only this. Prompts are not searched.
-    """
+    """Stop at the token that completes a stop string of an otherwise unused ``answer``, or when ``other`` stops."""
 
     def stopping(ids: torch.Tensor) -> bool:
         answer.add([int(ids[0, -1])])
         stopped = answer.stop_string is not None
-        return stopped if other is None else other(ids) or stopped
+        return stopped if other is None else other(ids) or stopped  # both see every token
 
     return stopping

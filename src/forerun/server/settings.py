@@ -20,16 +20,15 @@ from forerun.server.tenants import ApiKeys
 
 ENVIRONMENT_PREFIX = "FORERUN_"
 FREE_MEMORY_FRACTION = 0.5
-"""Default fraction of the free memory for keys and values; the rest is for kept prefixes, indexes and others."""
+"""Default fraction of the free memory for keys and values."""
 PREFIX_FRACTION = 0.125
-"""Default fraction of the free memory for kept prefixes. With both, three eighths are left."""
+"""Default fraction of the free memory for kept prefixes. Three eighths are left for indexes and others."""
 LISTS = ("api_keys", "allowed_hosts", "cors_origins")
 """Settings that flags fill entry by entry."""
 MIB = 1 << 20
-ALLOWED = dict.fromkeys(
-    ("byte_size", "byte_size_unit"), "allowed is a number of bytes, or one with a unit, such as 4GiB"
-)
-"""Allowed values, by pydantic's error type, where its message does not tell."""
+BYTE_SIZE = "allowed is a number of bytes, or one with a unit, such as 4GiB"
+ALLOWED = {"byte_size": BYTE_SIZE, "byte_size_unit": BYTE_SIZE}
+"""Messages that replace pydantic's, by error type."""
 
 
 class ServerSettings(BaseSettings):
@@ -91,7 +90,7 @@ class ServerSettings(BaseSettings):
     @field_validator("kv_host_memory", "kv_folder", "kv_folder_limit")
     @classmethod
     def _check_base(cls, given: Any, info: ValidationInfo) -> Any:
-        """Refuse limits for what overflows from a tier without a limit."""
+        """Refuse limits of a tier below an unlimited one."""
         base = "kv_folder" if info.field_name == "kv_folder_limit" else "kv_memory"
         if given is not None and base in info.data and info.data[base] is None:
             what = "the files there" if base == "kv_folder" else "what does not fit on the device"
@@ -100,26 +99,19 @@ class ServerSettings(BaseSettings):
 
     @property
     def served_name(self) -> str:
-        """Return the model's name for clients: ``name``, or the last part of its path."""
         return self.name or Path(self.model).name
 
     @property
     def checked_hosts(self) -> tuple[str, ...] | None:
-        """Return the allowed names in a Host header; None for no check, as no web page has a key."""
+        """Return the allowed names in a Host header, or None for any with keys, which no web page has."""
         return None if self.api_keys and not self.allowed_hosts else (self.host, *self.allowed_hosts)
 
     def tenant_keys(self) -> ApiKeys:
-        """Make the index of tenants by their keys; raises as ``ApiKeys``."""
-        admin = self.admin_key
-        return ApiKeys(
-            [key.get_secret_value() for key in self.api_keys], None if admin is None else admin.get_secret_value()
-        )
+        admin = None if self.admin_key is None else self.admin_key.get_secret_value()
+        return ApiKeys([key.get_secret_value() for key in self.api_keys], admin)
 
     def tiers(self, device: torch.device) -> KVMemory | None:
-        """Return the limits of all tiers of keys and values; None if there is only the device.
-
-        A tier without a limit gets a fraction of the free memory. Raises OSError if the folder is not writable.
-        """
+        """Return the limits of all tiers of keys and values, or None for the device alone; raise as ``free_disk``."""
         if self.kv_memory is None or (self.kv_host_memory is None and self.kv_folder is None):
             return None
         cpu = torch.device("cpu")
@@ -133,35 +125,30 @@ class ServerSettings(BaseSettings):
         return KVMemory(here, int(host), self.kv_folder, file=file)
 
     def limits(self, device: torch.device) -> SchedulerLimits:
-        """Return the scheduler's limits; the default memory is a fraction of the device's free memory."""
         memory = self.kv_memory or self._part(FREE_MEMORY_FRACTION, free_memory(device), device)
         return SchedulerLimits(int(memory), self.rows, self.waiting, self.step, max(1, len(self.api_keys)))
 
     def prefix_limit(self, device: torch.device) -> int:
-        """Return the bytes for kept prefixes; by default a fraction of the device's free memory."""
         if self.prefix_cache is not None:
             return int(self.prefix_cache)
         return self._part(PREFIX_FRACTION, free_memory(device), device)
 
     def _part(self, fraction: float, free: int, device: torch.device) -> int:
-        """Return this process's part of the free memory: replicas may share a machine, but not a GPU."""
+        """Return a fraction of free memory for this process: replicas may share a machine, but not a GPU."""
         return int((fraction / self.replicas if device.type == "cpu" else fraction) * free)
 
 
 def read_settings(flags: Mapping[str, Any], file: Path | None = None) -> ServerSettings:
     """Read settings from flags, the environment and a TOML file, in this order.
 
-    Raises ValueError, which names each wrong setting, without its value, which may be a key; also for a file that is
-    not TOML, or a variable named like a flag instead of its setting.
+    Raises ValueError for a wrong file, setting or variable. Its message has no values, which may be keys.
     """
     in_file = {} if file is None else tomllib.loads(file.read_text("utf-8"))
     in_environment = {name.upper() for name in os.environ}
     for name in LISTS:
         if (flag := (ENVIRONMENT_PREFIX + name.removesuffix("s")).upper()) in in_environment:
             raise ValueError(f"settings: {flag} is ignored; use {flag}S, with commas between several")
-    unset = {
-        name: given for name, given in in_file.items() if (ENVIRONMENT_PREFIX + name).upper() not in in_environment
-    }
+    unset = {name: each for name, each in in_file.items() if (ENVIRONMENT_PREFIX + name).upper() not in in_environment}
     try:
         return ServerSettings(**{**unset, **flags})
     except ValidationError as error:
@@ -173,14 +160,14 @@ def read_settings(flags: Mapping[str, Any], file: Path | None = None) -> ServerS
 
 
 def free_disk(folder: Path) -> int:
-    """Return the free bytes on a folder's disk; create the folder if needed; raise an OSError if not writable."""
+    """Return the free bytes on a folder's disk; create the folder if needed; raise OSError if not writable."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
         return shutil.disk_usage(folder).free
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the free bytes on a device; in host memory, those available without swapping."""
+    """Return the free bytes on a device; in host memory, without swapping."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:

@@ -13,11 +13,11 @@ from forerun.engine.result import Commit
 from forerun.server.admission import ScheduledRequest
 
 MAX_SLOWDOWN = 2.0
-"""A step may cost twice as much as one with only the rows of the tenant that runs the fewest."""
+"""Maximum cost of a step, relative to one with only the rows of the tenant that runs the fewest."""
 MIN_SHARED_DRAFT = 4
 """Length to which other tenants' drafts are cut before their rows skip steps."""
 NEW_WEIGHT = 0.1
-"""Weight of a step in the mean length of a tenant's drafts."""
+"""Weight of a step in a tenant's mean draft length."""
 HALF_LIFE = 1000
 """Steps after which a median of no new steps counts half. From 100 to 3,000, simulated limits do not change."""
 
@@ -25,7 +25,7 @@ HALF_LIFE = 1000
 class StepPlan(NamedTuple):
     """Ids of the requests that skip a step, and the draft lengths allowed to others."""
 
-    resting: set[int]
+    skipping: set[int]
     budgets: Mapping[int, int]
 
 
@@ -78,10 +78,9 @@ class StepTimeLine:
 class StepShares:
     """A planner of steps with rows of several tenants.
 
-    If another token costs little, as with large models limited by reading weights, all rows step together. If every
-    token costs as much as the first, the rows of a tenant take turns, so that it has no more tokens in a step than the
-    tenant with the fewest. A tenant that is alone gets shorter drafts where others may come, whose first token waits
-    for the step under way.
+    If another token costs little, as in large models, all rows step together. If every token costs as much as the
+    first, a tenant's rows take turns: it has no more tokens in a step than the tenant with the fewest. A tenant that is
+    alone gets shorter drafts where others may come, whose first token waits for the step under way.
 
     Args:
         tenants: number of tenants that may come.
@@ -111,15 +110,15 @@ class StepShares:
         own = {each.request.id for each in tenants[fewest]}
         return StepPlan(self._last.keys() - stepping - own, dict.fromkeys(stepping, draft))
 
-    def learn(self, stepped: Sequence[tuple[str, Commit]], seconds: float) -> None:
-        """Record the time of a step that only decoded; ``stepped`` has its commits by tenant."""
+    def record(self, stepped: Sequence[tuple[str, Commit]], seconds: float) -> None:
+        """Record the time of a step without prefill; ``stepped`` has its commits by tenant."""
         self._line.add(sum(1 + commit.proposed for _, commit in stepped), seconds)
         for tenant, commit in stepped:
             if tenant in self._drafts:
                 self._drafts[tenant] += NEW_WEIGHT * (commit.proposed - self._drafts[tenant])
 
     def _in_turn(self, tenants: Mapping[str, list[ScheduledRequest]], fewest: str, most: int) -> list[int]:
-        """Select requests of all tenants but ``fewest``, equally, those that have skipped the longest first."""
+        """Select requests of all tenants but ``fewest``, equally, the longest skipped first."""
         queues = [sorted(rows, key=lambda each: self._last[each.request.id]) for rows in tenants.values()]
         others = [queue for tenant, queue in zip(tenants, queues, strict=True) if tenant != fewest]
         places = range(max(map(len, others)))

@@ -9,16 +9,12 @@ from collections.abc import Sequence
 ONLY_TENANT = "default"
 """The tenant of a server without keys."""
 SHARED_TENANT = "shared"
-"""Replaces a tenant's name in namespaces that all tenants share. No tenant has this name."""
+"""Replaces a tenant's name in namespaces that all tenants share."""
 NAMESPACE_PATTERN = r"^[A-Za-z0-9._-]{1,64}$"
 
 
 class ApiKeys:
-    """An index of tenants by their keys, of which it keeps only digests; without keys, there is one tenant.
-
-    ``admin`` is a key that belongs to no tenant. Raises ValueError for a key that is empty, repeated, or unfit for a
-    header.
-    """
+    """Digests of the tenants' keys and of an admin key; raises ValueError for an empty, repeated or invalid key."""
 
     def __init__(self, keys: Sequence[str] = (), admin: str | None = None) -> None:
         every = [*keys, *([] if admin is None else [admin])]
@@ -52,13 +48,8 @@ class ApiKeys:
         return hmac.compare_digest(self._admin, _given(authorization))
 
 
-def private_namespace(tenant: str, name: str) -> str:
-    """Return the namespace of one tenant."""
-    return f"{tenant}/{name}"
-
-
-def drafting_namespace(tenant: str, name: str, share: bool) -> str:
-    """Return the namespace that keeps outputs and supplies drafts; with ``share``, one for all tenants."""
+def full_namespace(tenant: str, name: str, share: bool = False) -> str:
+    """Return the engine's name of a tenant's namespace; with ``share``, of one for all tenants."""
     return f"{SHARED_TENANT if share else tenant}/{name}"
 
 

@@ -1,17 +1,17 @@
-"""Translate what clients and agents send into the strict requests of ``schema.py``.
+"""Translate requests of many clients into the strict ones of ``schema.py``.
 
-What changes the output is applied, or refused by name. Hints are ignored (``HINTS``), and so are missing features that
-a request does not use (``NEUTRAL``). What no text model's server has, such as pictures and tools that OpenAI or
-Anthropic run, is replaced by words or left out, with a note in the answer.
+Fields that change the output are applied, or refused by name. ``HINTS`` are ignored, and so are missing features that a
+request does not use (``NEUTRAL``). Pictures, and tools that OpenAI or Anthropic run, are replaced by words or left out,
+with a note in the answer.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from forerun.server.api_errors import ApiError
+from forerun.server.api_errors import ApiError, invalid
 
 Json = dict[str, Any]
 
@@ -19,7 +19,6 @@ MAX_TURNS = 4096
 """Turns of a conversation. Checking and rendering this many costs a tenth of a second."""
 MAX_TOOLS = 512
 MAX_NOTES = 16
-"""Maximum notes on one request."""
 HINTS = frozenset(
     {
         "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -29,7 +28,7 @@ HINTS = frozenset(
         "return_progress", "provider", "transforms", "route", "stream_obfuscation",
     }
 )  # fmt: skip
-"""Fields for other servers, which change no output here. Any value is accepted and ignored."""
+"""Fields for other servers. Any value is ignored."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,), "use_beam_search": (False,), "num_beams": (1,), "beam_width": (1,), "length_penalty": (1, 0),
     "early_stopping": (False,), "diversity_penalty": (0,), "echo": (False,), "suffix": ("",),
@@ -46,14 +45,14 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "kv_transfer_params": (), "vllm_xargs": ({},), "logit_bias": ({},), "stop": ([],), "frequency_penalty": (0,),
     "presence_penalty": (0,), "tool_resources": (),
 }  # fmt: skip
-"""Missing features, and the values that do not request them; null never does."""
+"""Missing features, and the values besides null that do not request them."""
 MESSAGE_HINTS = frozenset(
     {
         "id", "type", "status", "phase", "cache_control", "annotations", "provider_specific_fields", "logprobs",
         "created_at", "thinking_blocks", "stop_reason", "model",
     }
 )  # fmt: skip
-"""Fields of a turn without meaning for the model; ``thinking_blocks`` repeat the reasoning, signed."""
+"""Fields of a turn that the model does not need; ``thinking_blocks`` repeat the reasoning, signed."""
 READABLE = {
     "text": "text", "input_text": "text", "output_text": "text", "reasoning_text": "text", "summary_text": "text",
     "refusal": "refusal", "thinking": "thinking", "compaction": "content", "reasoning.text": "text",
@@ -69,11 +68,11 @@ UNREADABLE = {
 }  # fmt: skip
 """Content parts that a text model cannot read, in words."""
 HIDDEN = ("redacted_thinking", "reasoning.encrypted", "encrypted_content", "fallback")
-"""Parts that only their own server can read."""
+"""Encrypted parts."""
 
 
 class Notes(list[str]):
-    """Notes on what was left out of a request."""
+    """Notes on the parts of a request that were left out."""
 
     def add(self, note: str) -> None:
         if note not in self and len(self) < MAX_NOTES:
@@ -82,40 +81,30 @@ class Notes(list[str]):
 
 def requested(given: Mapping[str, Any], known: Collection[str]) -> Json:
     """Return the fields of a request that have an effect; those not ``known`` stay, to be refused."""
-
-    def stays(name: str, value: Any) -> bool:
-        if name in known:
-            return value is not None
-        return name not in HINTS and not is_neutral(name, value)
-
-    return {name: value for name, value in given.items() if stays(name, value)}
+    ignored = {name for name in given.keys() - known if name in HINTS or is_neutral(name, given[name])}
+    ignored |= {name for name in known if given.get(name) is None}
+    return {name: value for name, value in given.items() if name not in ignored}
 
 
 def is_neutral(name: str, value: Any) -> bool:
     """Return whether a value does not request a missing feature."""
-    if name not in NEUTRAL:
-        return False
-    return value is None or any(
-        value == each and isinstance(value, bool) == isinstance(each, bool) for each in NEUTRAL[name]
-    )
+    neutral = [(each, isinstance(each, bool)) for each in NEUTRAL.get(name, ())]  # True equals 1
+    return name in NEUTRAL and (value is None or (value, isinstance(value, bool)) in neutral)
 
 
 def bounded(entries: Any, where: str, most: int) -> Any:
-    """Return ``entries``; raise an ApiError for a list that is too long."""
+    """Return ``entries``; raise ApiError for a list that is too long."""
     if isinstance(entries, list) and len(entries) > most:
         raise ApiError(400, f"{where}: there are {len(entries):,}; {most:,} are the most", "too_large", where)
     return entries
 
 
 def content_text(content: Any, where: str, notes: Notes) -> str:
-    """Join content, which is text or a list of parts, into one text.
-
-    Raises ApiError for anything else, or an unknown part; ``where`` is its place in the request.
-    """
+    """Convert content to text; raise ApiError, with its place ``where``, if it is neither text nor known parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise ApiError(400, f"{where}: must be text, or a list of parts", "invalid_value", where)
+        raise invalid(where, f"{where}: must be text, or a list of parts")
     bounded(content, where, MAX_TURNS)
     texts = [part_text(part, f"{where}.{number}", notes) for number, part in enumerate(content)]
     plain = [part["type"] in READABLE for part in content]
@@ -125,11 +114,11 @@ def content_text(content: Any, where: str, notes: Notes) -> str:
 
 def part_text(part: Any, where: str, notes: Notes) -> str:
     """Convert one part of content to text; see ``content_text``."""
-    kind = part.get("type") if isinstance(part, dict) else None
+    kind = str(part.get("type")) if isinstance(part, dict) else ""
     if kind in READABLE:
         text = part.get(READABLE[kind])
         if not isinstance(text, str):
-            raise ApiError(400, f"{where}: {READABLE[kind]} must be text", "invalid_value", where)
+            raise invalid(where, f"{where}: {READABLE[kind]} must be text")
         return text
     if kind in HIDDEN:
         return ""
@@ -137,15 +126,14 @@ def part_text(part: Any, where: str, notes: Notes) -> str:
         return left_out(UNREADABLE[kind], str(part.get("filename") or part.get("title") or ""), notes)
     if kind in _SPECIAL_PARTS:
         return _SPECIAL_PARTS[kind](part, where, notes)
-    if isinstance(kind, str) and kind.endswith("_tool_result"):
+    if kind.endswith("_tool_result"):
         return left_out(f"a result of {kind.removesuffix('_tool_result')}", "", notes)
     types = ", ".join((*list(READABLE)[:3], "image", "document", "search_result"))
-    message = f"{where}: must be text, or a part of a type that is known, such as {types}"
-    raise ApiError(400, message, "invalid_value", where)
+    raise invalid(where, f"{where}: must be text, or a part of a type that is known, such as {types}")
 
 
 def left_out(what: str, name: str, notes: Notes) -> str:
-    """Return the words that replace what a text model cannot read."""
+    """Return the words that replace a part that a text model cannot read."""
     notes.add(f"{what} was replaced by words: this model reads text")
     return f"[{what}{f', {name},' if name else ''} that cannot be shown here]"
 
@@ -182,7 +170,7 @@ _SPECIAL_PARTS: dict[str, Callable[[Json, str, Notes], str]] = {
 
 
 def chat_turns(messages: Any, notes: Notes, where: str = "messages") -> Any:
-    """Convert a chat's turns, with content and reasoning as text; leave anything but a list as it is."""
+    """Convert a chat's turns, with content and reasoning as text; return anything but a list unchanged."""
     if not isinstance(bounded(messages, where, MAX_TURNS), list):
         return messages
     return [_turn(each, f"{where}.{number}", notes) for number, each in enumerate(messages)]
@@ -202,13 +190,13 @@ def _turn(message: Any, where: str, notes: Notes) -> Any:
     for name in ("tool_calls", "function_call", "audio"):
         if not turn.get(name):
             turn.pop(name, None)
-    if "tool_calls" in turn:
-        turn["tool_calls"] = [_call(each) for each in bounded(turn["tool_calls"], f"{where}.tool_calls", MAX_TOOLS)]
+    if isinstance(calls := bounded(turn.get("tool_calls"), f"{where}.tool_calls", MAX_TOOLS), list):
+        turn["tool_calls"] = [_call(each) for each in calls]
     return turn
 
 
 def _call(call: Any) -> Any:
-    """Convert a tool call, whose arguments may be missing, or one of a custom tool."""
+    """Convert a call of a function, whose arguments may be missing, or of a custom tool."""
     if not isinstance(call, dict):
         return call
     if call.get("type") == "custom" and isinstance(call.get("custom"), dict):
@@ -243,11 +231,7 @@ def custom_input(arguments: str) -> str:
 
 
 def function_tools(tools: Any, function: Callable[[Json], Json | None], notes: Notes, where: str = "tools") -> Any:
-    """Convert tools to a chat's form, leaving out those that other servers run.
-
-    ``function`` converts one tool, and returns None if it is no function. Anything but a list stays as it is. Raises
-    ApiError for too many tools, or one without a type.
-    """
+    """Convert tools by ``function``, leaving out those for which it returns None: they run elsewhere."""
     if not isinstance(bounded(tools, where, MAX_TOOLS), list):
         return tools
     kept = []
@@ -256,13 +240,8 @@ def function_tools(tools: Any, function: Callable[[Json], Json | None], notes: N
         if made is not None:
             kept.append(made)
         elif not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
-            raise ApiError(400, f"{where}.{number}: a tool needs a type", "invalid_value", f"{where}.{number}")
+            raise invalid(f"{where}.{number}", f"{where}.{number}: a tool needs a type")
         else:
             name = str(tool.get("name") or tool.get("server_label") or tool["type"])[:64]
             notes.add(f"{where}.{number} ({name!r}, of type {tool['type'][:64]!r}) was left out: it runs elsewhere")
     return kept
-
-
-def chosen(tools: Sequence[Any], names: Collection[Any]) -> list[Any]:
-    """Return the tools with one of these names."""
-    return [tool for tool in tools if isinstance(tool, dict) and (tool.get("function") or {}).get("name") in names]

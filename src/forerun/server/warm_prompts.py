@@ -1,8 +1,4 @@
-"""Prompts that a server prefills before clients send them, such as a system prompt and tools.
-
-They are JSON lines with ``messages`` in the files to start with, each like the body of a chat. They are prefilled in
-the background, as requests of their tenants, so that other requests do not wait.
-"""
+"""Prefill prompts before clients send them: JSON lines with ``messages``, each like the body of a chat."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
-"""File names with JSON lines; all other files are texts."""
+"""Names of files with JSON lines; all others are plain text."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +33,7 @@ class WarmPrompt:
     line: int
 
     def request(self, model: str) -> ChatRequest:
-        """Make a chat that prefills it: as short as possible, and not indexed.
-
-        Raises ValueError, with file and line, for fields that a chat does not have.
-        """
+        """Make a chat of one token that is not indexed; raise ValueError, with file and line, for a wrong field."""
         namespace = {"namespace": self.fields["namespace"]} if "namespace" in self.fields else {}
         fields = {name: value for name, value in self.fields.items() if name not in ("namespace", "model", "stream")}
         own = {"model": model, "max_tokens": 1, "forerun": {**namespace, "drafter": "none"}}
@@ -64,8 +57,8 @@ def is_prompt(row: Any) -> bool:
     return isinstance(row, dict) and "messages" in row
 
 
-async def read_prompts(service: Service, prompts: Iterable[WarmPrompt], tenants: Iterable[str]) -> None:
-    """Prefill prompts for all tenants, one by one; log those that fail."""
+async def prefill_prompts(service: Service, prompts: Iterable[WarmPrompt], tenants: Iterable[str]) -> None:
+    """Prefill prompts for all tenants, one by one, as requests of theirs; log failures."""
     share = FairShare(float("inf"))
     for prompt in prompts:
         for tenant in tenants:
@@ -84,7 +77,7 @@ async def read_prompts(service: Service, prompts: Iterable[WarmPrompt], tenants:
 
 
 def json_rows(file: Path) -> Iterator[tuple[int, Any]]:
-    """Yield a file's JSON lines with their numbers; raise ValueError if one is not UTF-8 or not JSON."""
+    """Yield a file's JSON lines with their numbers; raise ValueError, with file and line, for a wrong one."""
     for number, line in text_lines(file):
         if line.strip():
             try:

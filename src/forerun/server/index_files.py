@@ -1,8 +1,7 @@
 """Fill a server's index: from files to start with, and from the folder that saves it between starts.
 
-Files to index are texts, or JSON lines of answers, possibly mixed with prompts to prefill (``warm_prompts.py``). They
-are checked completely before the model is loaded, so that a wrong line is reported at once, and later encoded piece by
-piece, until all is done or time runs out.
+Files are plain text, or JSON lines of answers, possibly mixed with prompts to prefill (``warm_prompts.py``). All are
+checked before the model is loaded, and later encoded passage by passage until ``warm_seconds`` are over.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from forerun.decoding.recipes import trie_of
 from forerun.engine.engine import Engine
 from forerun.models.text.prompts import vocabulary_of
 from forerun.server.settings import ServerSettings
-from forerun.server.tenants import NAMESPACE_PATTERN, drafting_namespace
+from forerun.server.tenants import NAMESPACE_PATTERN, full_namespace
 from forerun.server.warm_prompts import JSON_LINES_SUFFIXES, is_prompt, json_rows, text_lines, warm_prompts
 from forerun.trie.autosave import AutoSaver
 from forerun.trie.trie import Trie
@@ -36,15 +35,14 @@ log = logging.getLogger(__name__)
 PASSAGE_CHARACTERS = 1 << 14
 """Characters indexed as one output. A full index drops whole outputs, and encoding one costs some milliseconds."""
 TEXT_FIELDS = ("text", "answer")
-"""Fields of a JSON line to index: ``forerun generate --json`` writes the first; recordings have the
-second, with a ``prompt`` that is not indexed."""
+"""Fields of a JSON line to index: of ``forerun generate --json``, and of recordings with an unindexed ``prompt``."""
 MAX_NAMESPACES = 256
 """Namespaces of all tenants together. Each reserves 64 MiB of addresses, and uses as much memory as it needs."""
 
 
 @dataclass(frozen=True)
 class Passage:
-    """A piece of text, its namespace, and its place in a file."""
+    """A passage of text, its namespace, and its place in a file."""
 
     text: str
     namespace: str
@@ -53,11 +51,7 @@ class Passage:
 
 
 def check_files(files: Iterable[Path], namespaces: int) -> None:
-    """Read all files through; ``namespaces`` is the maximum per tenant.
-
-    Raises ValueError, with file and line, for a line that is not UTF-8 or not a valid row, or one namespace too many;
-    also for a file with nothing to index or prefill.
-    """
+    """Read all files; raise ValueError, with file and line, for a wrong line, no content, or too many namespaces."""
     names: set[str] = set()
     for file in files:
         empty = True
@@ -75,7 +69,7 @@ def check_files(files: Iterable[Path], namespaces: int) -> None:
 
 
 def passages(file: Path) -> Iterator[Passage]:
-    """Yield the text of a file in pieces; errors as in ``check_files``."""
+    """Yield the passages of a file; errors as in ``check_files``."""
     rows = _rows(file) if file.suffix in JSON_LINES_SUFFIXES else _paragraphs(file)
     for text, namespace, line in rows:
         for start in range(0, len(text), PASSAGE_CHARACTERS):
@@ -83,23 +77,19 @@ def passages(file: Path) -> Iterator[Passage]:
 
 
 def restore_index(engine: Engine, settings: ServerSettings, tenants: Sequence[str]) -> AutoSaver | None:
-    """Limit an engine's index, fill it from its folder and from files for all tenants, and prepare saving it.
-
-    Return the saver, if there is a folder; saving begins with its ``start``. Raises ValueError for a folder or a file
-    that is wrong, or without an index to fill.
-    """
+    """Limit an engine's index, fill it from its folder and files; return a saver; raise ValueError for wrong ones."""
     trie, tokenizer = _trie(engine, settings), engine.tokenizer
     if trie is None:
         return None
     assert tokenizer is not None
     trie.bound(int(settings.index_limit), MAX_NAMESPACES, settings.namespaces * (len(tenants) if settings.share else 1))
     if settings.index is None:
-        _learn(trie, tokenizer, [], settings, tenants)
+        _fill(trie, tokenizer, [], settings, tenants)
         return None
     folder = Folder(settings.index, vocabulary_of(tokenizer))
     try:
         kept = folder.read()
-        changed = _learn(trie, tokenizer, kept, settings, tenants)
+        changed = _fill(trie, tokenizer, kept, settings, tenants)
     except BaseException:
         folder.close()
         raise
@@ -117,16 +107,15 @@ def _trie(engine: Engine, settings: ServerSettings) -> Trie | None:
         raise ValueError(wrong) from error
 
 
-def _learn(
+def _fill(
     trie: Trie, tokenizer: Any, kept: Sequence[Content], settings: ServerSettings, tenants: Sequence[str]
 ) -> set[str]:
     """Fill an empty index from files and a folder; return namespaces with sequences that the folder lacks.
 
-    Sequences that the folder has too are indexed once. Files come first: the folder's sequences were generated, so they
-    should stay if there is not enough room.
+    Sequences in both are indexed once. The folder's were generated, so they come last and stay if there is little room.
     """
-    known = {name: set(map(_text_digest, texts)) for each in kept for name, texts in each.namespaces.items()}
-    changed, learned, until = set(), 0, time.monotonic() + settings.warm_seconds
+    known = {name: set(map(_digest_of, rows)) for each in kept for name, rows in each.namespaces.items()}
+    changed, indexed, until = set(), 0, time.monotonic() + settings.warm_seconds
     for passage in chain.from_iterable(map(passages, settings.warm)):
         if time.monotonic() > until:
             message = "%s:%d and everything after it was not indexed: warm_seconds, %g, are over"
@@ -134,22 +123,22 @@ def _learn(
             break
         encoded = tokenizer(passage.text, add_special_tokens=False, verbose=False)
         tokens = np.array(encoded["input_ids"], np.int64)
-        for name in dict.fromkeys(drafting_namespace(each, passage.namespace, settings.share) for each in tenants):
-            if _text_digest(tokens) not in known.get(name, ()):
+        for name in dict.fromkeys(full_namespace(each, passage.namespace, settings.share) for each in tenants):
+            if _digest_of(tokens) not in known.get(name, ()):
                 trie.warm(name, [tokens])
                 changed.add(name)
-                learned += len(tokens)
+                indexed += len(tokens)
     for each in kept:
-        for name, texts in each.namespaces.items():
+        for name, rows in each.namespaces.items():
             trie.adopt(name, each.mixers[name])
-            trie.warm(name, texts)
+            trie.warm(name, rows)
     if settings.warm or kept:
-        total = sum(len(text) for each in kept for texts in each.namespaces.values() for text in texts)
-        log.info("indexed %s new tokens from files, and %s from the folder", f"{learned:,}", f"{total:,}")
+        total = sum(len(row) for each in kept for rows in each.namespaces.values() for row in rows)
+        log.info("indexed %s new tokens from files, and %s from the folder", f"{indexed:,}", f"{total:,}")
     return changed
 
 
-def _text_digest(tokens: IntArray) -> bytes:
+def _digest_of(tokens: IntArray) -> bytes:
     return hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
 
 
