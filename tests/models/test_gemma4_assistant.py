@@ -1,6 +1,5 @@
 """Gemma 4's assistants by themselves: what they compute, beside transformers; and what a folder must hold."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.head_reference import weights
+from support import saved_models
 from support.heads import gemma4, gemma4_assistant
+from support.saved_models import weights
 from support.tiny import tiny
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
@@ -195,10 +195,13 @@ def test_a_cache_without_the_target_s_own_keys_is_refused(tmp_path):
 
 
 def change(folder: Path, **entries: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    for name, value in entries.items():
-        (config if name in config else config["text_config"])[name] = value
-    (folder / "config.json").write_text(json.dumps(config))
+    """Change a configuration, or the one inside it."""
+
+    def edit(config: dict[str, Any]) -> None:
+        for name, value in entries.items():
+            (config if name in config else config["text_config"])[name] = value
+
+    saved_models.change(folder, edit)
 
 
 WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
