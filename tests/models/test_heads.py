@@ -342,12 +342,14 @@ def nested(**entries: Any) -> Callable[[Path], Any]:
 
 WRONG: dict[str, tuple[Make, Callable[[Path], Any], str]] = {
     "eagle3, no configuration": (eagle3, lambda f: (f / "config.json").unlink(), "config.json cannot be read"),
-    "eagle3, another model": (eagle3, lambda f: (f / "config.json").write_text('{"model_type": "llama"}'), "no supported head"),
+    "eagle3, another model": (
+        eagle3, lambda f: (f / "config.json").write_text('{"model_type": "llama"}'), "no supported head"),
     "eagle3, no weights": (eagle3, lambda f: (f / "model.safetensors").unlink(), "no .safetensors file"),
     "eagle3, damaged weights": (eagle3, lambda f: (f / "model.safetensors").write_bytes(b"nothing"), "cannot be read"),
     "eagle3, a tensor less": (eagle3, without("fc.weight"), "lacks the tensor fc.weight"),
     "eagle3, no map": (eagle3, without("d2t"), "lacks the tensor d2t"),
-    "eagle3, a wrong map": (eagle3, lambda f: weights(f, lambda w: w["d2t"].add_(99)), "d2t.* outside of the vocabulary"),
+    "eagle3, a wrong map": (
+        eagle3, lambda f: weights(f, lambda w: w["d2t"].add_(99)), "d2t.* outside of the vocabulary"),
     "eagle3, another shape": (eagle3, saying(intermediate_size=44), r"gate_proj.*40.*44"),
     "eagle3, another vocabulary": (eagle3, saying(vocab_size=49), "49 tokens, and the target has 48"),
     "eagle3, another width": (eagle3, saying(target_hidden_size=64), "hidden size 64, and .* 32"),
@@ -355,7 +357,8 @@ WRONG: dict[str, tuple[Make, Callable[[Path], Any], str]] = {
     "eagle3, more layers": (eagle3, saying(num_hidden_layers=2), "num_hidden_layers is 2"),
     "eagle3, a layer that there is not": (
         eagle3, saying(eagle_aux_hidden_state_layer_ids=[0, 1, 3]), "the target has 2 layers"),
-    "eagle3, default layers of a larger model": (eagle3, lambda f: change(f, lambda c: c.pop("eagle_config")), r"\[2, 1, -1\]"),
+    "eagle3, default layers of a larger model": (
+        eagle3, lambda f: change(f, lambda c: c.pop("eagle_config")), r"\[2, 1, -1\]"),
     "dflash, a tensor less": (dflash, without("layers.1.mlp.up_proj.weight"), "lacks the tensor layers.1.mlp.up"),
     "dflash, another shape": (dflash, saying(intermediate_size=44), "mlp.gate_proj.*40.*44"),
     "dflash, another width": (dflash, saying(hidden_size=64), "hidden size 64, and the target's is 32"),
