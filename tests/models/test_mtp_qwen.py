@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support import saved_models
 from support.gguf_hybrids import built, write
+from support.head_reference import grow
 from support.heads import one_by_one
 from support.qwen_mtp import FAMILIES, empty_layer, mtp_tensors, qwen_target, reload
 from support.saved_models import change
@@ -89,15 +90,13 @@ def check_sequence(model: PreTrainedModel, reference: Reference, near: float, st
         growths, logits = head.start([sequence])
         check_close(growths[0].hidden[0], left[last - 1], near, last)
         check_close(logits[0], expected[last - 1], near, last)
-    numbers: dict[tuple[int, ...], int] = {(): 0}
-    for depth in range(4):
-        level = list(dict.fromkeys(tuple(branch[: depth + 1]) for branch in BRANCHES if len(branch) > depth))
-        logits = head.extend(growths, [[numbers[path[:-1]] for path in level]], [[path[-1] for path in level]])
-        for path, row in zip(level, logits, strict=True):
-            numbers[path] = len(numbers)
-            exact = reference.states([*TEXT.tolist(), *path], end)[-1]
-            check_close(growths[0].hidden[numbers[path]], exact, near, path)
-            check_close(row, model.get_output_embeddings()(exact), near, path)
+
+    def check_node(row: int, node: int, path: tuple[int, ...], found: torch.Tensor) -> None:
+        exact = reference.states([*TEXT.tolist(), *path], end)[-1]
+        check_close(growths[0].hidden[node], exact, near, path)
+        check_close(found, model.get_output_embeddings()(exact), near, path)
+
+    grow(head, growths, BRANCHES, check_node, depth=4)
 
 
 @pytest.mark.one_in(3)

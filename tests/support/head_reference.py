@@ -89,25 +89,31 @@ def states_of(head: Head, model: PreTrainedModel, tokens: np.ndarray) -> torch.T
 
 def _check_here(head: Head, sequences: list[HeadSequence], tokens: list[list[int]], exact: Exact) -> None:
     growths, logits = head.start(sequences)
-    for row, own in zip(logits, tokens, strict=True):
-        check_equal(head, row, exact(own, len(own) - 1))
-    check_branches(head, growths, tokens, exact)
+
+    def check(row: int, node: int, path: tuple[int, ...], found: torch.Tensor) -> None:
+        check_equal(found, exact([*tokens[row], *path], len(tokens[row]) - 1))
+
+    for row, found in enumerate(logits):
+        check(row, 0, (), found)
+    grow(head, growths, BRANCHES, check, min(3, head.levels - 1))
 
 
-def check_branches(head: Head, growths: list[Growth], tokens: Sequence[list[int]], exact: Exact) -> None:
-    numbers: list[dict[tuple[int, ...], int]] = [{(): 0} for _ in growths]
-    for depth in range(min(3, head.levels - 1)):
-        level = list(dict.fromkeys(tuple(branch[: depth + 1]) for branch in BRANCHES if len(branch) > depth))
-        parents = [[own[path[:-1]] for path in level] for own in numbers]
-        logits = head.extend(growths, parents, [[path[-1] for path in level]] * len(growths))
-        rows = iter(logits)
-        for own, sequence in zip(numbers, tokens, strict=True):
-            for path in level:
-                own[path] = len(own)
-                check_equal(head, next(rows), exact([*sequence, *path], len(sequence) - 1))
+def grow(
+    head: Head, growths: Sequence[Growth], branches: Sequence[Sequence[int]], check: Callable[..., None], depth: int = 3
+) -> None:
+    """Extend every growth by the tree of these branches; ``check`` gets its row, node, path and logits."""
+    nodes: dict[tuple[int, ...], int] = {(): 0}
+    for end in range(1, depth + 1):
+        level = list(dict.fromkeys(tuple(branch[:end]) for branch in branches if len(branch) >= end))
+        parents, tokens = [nodes[path[:-1]] for path in level], [path[-1] for path in level]
+        logits = head.extend(growths, [parents] * len(growths), [tokens] * len(growths))
+        nodes |= {path: len(nodes) + number for number, path in enumerate(level)}
+        for row, own in enumerate(logits.split(len(level))):
+            for path, found in zip(level, own, strict=True):
+                check(row, nodes[path], path, found)
 
 
-def check_equal(head: Head, found: torch.Tensor, expected: torch.Tensor) -> None:
+def check_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Logits equal within the rounding of rotary angles, which are of float32 in a head."""
     assert found.shape == expected.shape
     assert torch.allclose(found, expected, atol=1e-3), (found - expected).abs().max()

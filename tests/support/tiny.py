@@ -17,11 +17,12 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from forerun import DraftTree, Limit, Row, Source
+from forerun import DraftTree
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.decoding.recipes import RECIPES
 from forerun.models.forward.scorer import use_implementations
+from support.mocks import RowByRow
 
 VOCABULARY = 48
 EOS = 5
@@ -312,16 +313,13 @@ PROMPTS = ([7, 9, 11, 7, 9], [20, 21, 22, 23, 20, 21, 22, 8, 8, 30, 31, 20], [12
 """Three ragged prompts."""
 
 
-class OracleDrafter(Source):
+class OracleDrafter(RowByRow):
     """Drafts the right continuation to a random depth, among wrong siblings: some steps accept all, some nothing."""
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         self.texts = [np.array(text) for text in texts]
 
-    def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
-        return [self._draft(row.request, limit.nodes) for row, limit in zip(rows, limits, strict=True)]
-
-    def _draft(self, request: Request, budget: int) -> DraftTree:
+    def draft(self, request: Request, budget: int) -> DraftTree:
         rng = np.random.default_rng([len(request), request.prompt_length])
         start, right = len(request), self._text(request)
         branches = []

@@ -11,7 +11,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from support.mocks import RowByRow
 from support.processes import fork
 from support.tiny import PROMPTS, tiny
 from transformers import AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.distributed import DistributedConfig
 
 import forerun
-from forerun import DraftTree, Engine, Limit, Row, Source
+from forerun import DraftTree, Engine
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.kv.full_cache import FullCache
@@ -68,13 +69,10 @@ def told(result: forerun.GenerationResult) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class Wary(Source):
+class Wary(RowByRow):
     """Drafts on rank 0 only."""
 
-    def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
-        return [self._draft(row.request, limit.nodes) for row, limit in zip(rows, limits, strict=True)]
-
-    def _draft(self, request: Request, budget: int) -> DraftTree:
+    def draft(self, request: Request, budget: int) -> DraftTree:
         assert not dist.is_initialized() or dist.get_rank() == 0, "another rank drafts"
         return DraftTree.chain(request.tokens[-3:])
 
@@ -206,10 +204,10 @@ def interrupted(model: PreTrainedModel) -> dict[str, Any]:
     """Ctrl-C at rank 0, between two passes."""
 
     class Interrupting(Wary):
-        def _draft(self, request: Request, budget: int) -> DraftTree:
+        def draft(self, request: Request, budget: int) -> DraftTree:
             if len(request.generated) > 3:
                 raise KeyboardInterrupt
-            return super()._draft(request, budget)
+            return super().draft(request, budget)
 
     try:
         Engine(model, Interrupting(), prune_drafts=False).generate(PROMPTS, max_new_tokens=80)
