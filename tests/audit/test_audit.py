@@ -3,17 +3,17 @@
 import copy
 import dataclasses
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
+from support.mocks import RowByRow, gullible
 from support.tiny import PROMPTS, tiny
 from transformers import PreTrainedModel
 
 import forerun.engine.engine
 import forerun.engine.step
-from forerun import DraftTree, Limit, Row, Source
+from forerun import DraftTree
 from forerun.audit.audit import Plan, audit
 from forerun.audit.divergence import Divergence, first_difference, weigh
 from forerun.core.block import RowScores
@@ -27,13 +27,10 @@ from forerun.models.forward.scorer import Scorer
 PLAN = Plan(drafters=("lookup", "trie"), max_new_tokens=16)
 
 
-class Guess(Source):
+class Guess(RowByRow):
     """Drafts the same wrong token, always."""
 
-    def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
-        return [self._draft(row.request, limit.nodes) for row, limit in zip(rows, limits, strict=True)]
-
-    def _draft(self, request: Request, budget: int) -> DraftTree:
+    def draft(self, request: Request, budget: int) -> DraftTree:
         return DraftTree.chain([(int(request.tokens[-1]) + 1) % 48][: request.max_draft_depth])
 
 
@@ -57,12 +54,6 @@ def test_progress_counts_every_run():
 
 
 def test_a_verification_that_accepts_wrong_drafts_fails(monkeypatch):
-    def gullible(tree: DraftTree, logits: torch.Tensor, request: Request, told: object = None) -> Verdict:
-        if not len(tree) or len(request.generated) < 4:
-            return verify(tree, logits, request)
-        request.append(int(tree.tokens[0]))
-        return Verdict([0], [int(tree.tokens[0])])
-
     monkeypatch.setitem(DRAFTERS, "lookup", Recipe(lambda setup: setup.over(setup.planner(Guess()))))
     monkeypatch.setattr(forerun.decoding.level, "verify", gullible)
     report = audit(tiny("llama"), PROMPTS, PLAN)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from support.mocks import gullible
 from support.processes import heed_interrupts
 from support.saved_models import save_model, small_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -26,9 +27,7 @@ import forerun.engine.step
 from forerun.cli import app, demo, terminal
 from forerun.cli import compile as command
 from forerun.cli.terminal import printable
-from forerun.core.request import Request
 from forerun.core.tree import DraftTree
-from forerun.core.verify import Verdict, verify
 from forerun.decoding.recipes import trie_of
 from forerun.decoding.sources.trie_source import TrieSource
 from forerun.engine.engine import Engine
@@ -344,14 +343,6 @@ def test_generated_text_cannot_control_the_terminal():
 
 
 # --- audit
-
-
-def gullible(tree: DraftTree, logits: torch.Tensor, request: Request, told: object = None) -> Verdict:
-    """Accepts a wrong draft, now and then."""
-    if not len(tree) or len(request.generated) < 4:
-        return verify(tree, logits, request)
-    request.append(int(tree.tokens[0]))
-    return Verdict([0], [int(tree.tokens[0])])
 
 
 def audit(model: str, *arguments: object) -> Result:

@@ -28,18 +28,19 @@ def cores(folder: Path, group: str, **files: str) -> int:
     return usable_cores(folder / "mount", folder / "cgroup")
 
 
-def test_a_quota_of_two_cores_of_many_is_two(tmp_path):
-    assert cores(tmp_path, "0::/\n", cpu_max="200000 100000\n") == 2
+QUOTAS: dict[str, tuple[int, str, dict[str, str]]] = {
+    "two cores of many": (2, "0::/", {"cpu_max": "200000 100000\n"}),
+    "a part of a core does not count": (2, "0::/", {"cpu_max": "250000 100000\n"}),
+    "one thread is left": (1, "0::/", {"cpu_max": "50000 100000\n"}),
+    "the least one of the groups above": (3, "0::/a/b",
+        {"a__b__cpu_max": "max 100000\n", "a__cpu_max": "300000 100000\n", "cpu_max": "400000 100000\n"}),
+}  # fmt: skip
 
 
-def test_a_quota_above_the_group_counts_and_the_least_one_is_taken(tmp_path):
-    files = {"a__b__cpu_max": "max 100000\n", "a__cpu_max": "300000 100000\n", "cpu_max": "400000 100000\n"}
-    assert cores(tmp_path, "0::/a/b\n", **files) == 3
-
-
-def test_a_part_of_a_core_does_not_count_and_one_thread_is_left(tmp_path):
-    assert cores(tmp_path, "0::/\n", cpu_max="250000 100000\n") == 2
-    assert cores(tmp_path, "0::/\n", cpu_max="50000 100000\n") == 1
+@pytest.mark.parametrize("name", QUOTAS)
+def test_whole_cores_of_the_least_quota_count(tmp_path, name):
+    wanted, group, files = QUOTAS[name]
+    assert cores(tmp_path, f"{group}\n", **files) == wanted
 
 
 @pytest.mark.parametrize("text", ["max 100000\n", "", "nonsense\n", "-1 100000\n", "0 0\n"])

@@ -1,10 +1,8 @@
 """Memory that is given back to the system, and what pinned memory takes of the host's."""
 
-import os
-from pathlib import Path
-
 import numpy as np
 import pytest
+from support.processes import resident
 
 from forerun.core import memory, pinned
 from forerun.kv.cache import KVShape, LayerShape
@@ -12,11 +10,6 @@ from forerun.kv.kv_tiers import KVMemory, layer_bytes, min_device_bytes, place
 
 PIECE, PIECES = 64 << 10, 1024
 """Bytes of an array that comes out of an arena, not out of a mapping of its own, and how many: 64 MiB."""
-
-
-def resident() -> int:
-    """Bytes of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.skipif(memory._trim() is None, reason="not the GNU library")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.mocks import RowByRow
 from support.tiny import tiny
 
 from forerun.core.long_context import LongContextConfig
@@ -15,7 +16,7 @@ from forerun.core.request import Request
 from forerun.core.tree import DraftTree
 from forerun.decoding.recipes import RECIPES, trie_of
 from forerun.decoding.row import Row, RowState
-from forerun.decoding.source import Limit, Source
+from forerun.decoding.source import Source
 from forerun.engine.engine import Engine
 from forerun.models.forward.runtime import default_runtime, runtime_as_default
 from forerun.policy.cost_curve import CostCurve
@@ -80,11 +81,8 @@ def test_auto_asks_a_small_model_behind_a_short_prompt_if_its_passes_are_cheap()
 
 
 def test_a_drafter_that_does_not_say_is_called_the_drafter():
-    class Echo(Source):
-        def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
-            return [self._draft(row.request, limit.nodes) for row, limit in zip(rows, limits, strict=True)]
-
-        def _draft(self, request: Request, budget: int) -> DraftTree:
+    class Echo(RowByRow):
+        def draft(self, request: Request, budget: int) -> DraftTree:
             return DraftTree.chain(request.tokens[-4:][:budget])
 
     commits = list(engine(Echo()).stream([PROMPT], **ON))
@@ -129,7 +127,7 @@ class Heard(RowState):
         self.spy.closed.add(self.number)
 
 
-class Spy(Source):
+class Spy(RowByRow):
     """Guesses as many tokens as it may, and keeps who asked."""
 
     def __init__(self) -> None:
@@ -141,10 +139,7 @@ class Spy(Source):
         self.heard.add(row.request.id)
         return Heard(self, row.request.id)
 
-    def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
-        return [self._draft(row.request, limit.nodes) for row, limit in zip(rows, limits, strict=True)]
-
-    def _draft(self, request: Request, budget: int) -> DraftTree:
+    def draft(self, request: Request, budget: int) -> DraftTree:
         assert request.id in self.heard
         self.budgets.append(budget)
         return DraftTree.from_branches([[token] for token in range(budget)], budget)

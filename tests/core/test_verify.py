@@ -8,28 +8,23 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.mocks import PROMPT, SAMPLERS, MockTarget, Silent, generate, oracle
+from support.mocks import PROMPT, SAMPLERS, MockTarget, RowByRow, Silent, generate, oracle
 
 from forerun.core.request import Request
 from forerun.core.sampling import Sampler
 from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Verdict, verify
-from forerun.decoding.row import Row
-from forerun.decoding.source import Limit, Source
 
 
 @dataclass(eq=False)
-class Prophet(Source):
+class Prophet(RowByRow):
     """Knows the text, and drafts it with some tokens spoilt: never, sometimes or always accepted."""
 
     text: Sequence[int]
     spoilt: Callable[[int], bool] = lambda position: False
     depth: int = 4
 
-    def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
-        return [self._draft(row.request, limit.nodes) for row, limit in zip(rows, limits, strict=True)]
-
-    def _draft(self, request: Request, budget: int) -> DraftTree:
+    def draft(self, request: Request, budget: int) -> DraftTree:
         start = len(request.generated)
         depth = min(self.depth, budget, request.max_draft_depth)
         after = [*self.text, *[0] * depth][start : start + depth]  # drafts go on behind the end of the text
@@ -91,11 +86,8 @@ def test_a_stopping_criterion_inside_an_accepted_run_cuts_exactly_there(name):
 @pytest.mark.parametrize("name", SAMPLERS)
 @given(data=st.data())
 def test_no_tree_whatsoever_changes_the_text(name, data):
-    class Anything(Source):
-        def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
-            return [self._draft(row.request, limit.nodes) for row, limit in zip(rows, limits, strict=True)]
-
-        def _draft(self, request: Request, budget: int) -> DraftTree:
+    class Anything(RowByRow):
+        def draft(self, request: Request, budget: int) -> DraftTree:
             n = data.draw(st.integers(0, budget))
             parents = [data.draw(st.integers(ROOT, i - 1)) for i in range(n)]
             tokens = data.draw(st.lists(st.integers(0, 2), min_size=n, max_size=n))

@@ -3,7 +3,7 @@
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,14 +14,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.batches import CHUNK, Reads, engine, fails_after, finish, finish_all, prompt
+from support.mocks import Told
 from support.tiny import tiny
 
 import forerun
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.decoding.level import Level
-from forerun.decoding.row import Row, RowState
-from forerun.decoding.source import Limit, Source
+from forerun.decoding.row import Row
+from forerun.decoding.source import Limit
 from forerun.engine.batch import Batch
 from forerun.engine.engine import Engine
 from forerun.engine.prefill_pacing import PrefillPacing
@@ -200,27 +201,11 @@ def test_a_cache_that_has_no_room_ends_its_row(architecture, most):
     assert len(poor.generated) == max(0, most - 30 + 1)
 
 
-class Told(Source):
-    """Tells when a row begins here and when it ends; it proposes nothing."""
-
-    def __init__(self, begins: Callable[[Row], Any], ends: Callable[[Row], Any]) -> None:
-        self.begins, self.ends = begins, ends
-
-    def open(self, row: Row) -> RowState:
-        self.begins(row)
-        state = RowState()
-        state.close = lambda: self.ends(row)
-        return state
-
-    def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[forerun.DraftTree]:
-        return [forerun.DraftTree.empty()] * len(rows)
-
-
 @pytest.mark.parametrize("drafter", ["none", "trie", "triforce"])
 def test_a_cancelled_row_leaves_nothing_behind(drafter):
     one = engine(drafter)
     ended: list[int] = []
-    one.level.planner.sources.append(Told(lambda row: None, lambda row: ended.append(row.request.id)))
+    one.level.planner.sources.append(Told(None, lambda row: ended.append(row.request.id)))
     request, other = sampled(one, prompt(40), 0, 30), sampled(one, prompt(7), 2, 30)
     with one.batch() as batch:
         batch.admit(request)
@@ -266,7 +251,7 @@ def test_an_error_in_a_source_ends_its_drafts_for_that_row_and_no_text(moment, p
             if moment == "learn":
                 self.fail(rows)
 
-    one = Engine(tiny("llama"), Broken(lambda row: None, lambda row: ended.append(row.request.id)), prune_drafts=prune)
+    one = Engine(tiny("llama"), Broken(None, lambda row: ended.append(row.request.id)), prune_drafts=prune)
     requests = [sampled(one, prompt(5), 0), sampled(one, prompt(7), 1)]
     finish_all(one, requests)
     alone = [sampled(one, prompt(5), 0), sampled(one, prompt(7), 1)]

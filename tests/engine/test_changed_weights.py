@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import batches
 from support.batches import CHUNK, LONG, finish_all, prompt
 from support.saved_models import chat_model, chat_tokenizer
 from support.tiny import FAMILIES, build, tiny
@@ -34,13 +35,9 @@ def engine(model: Any, folder: Path | None = None, **options: Any) -> Engine:
     return Engine(model, "none", settings=LONG, prefill_block=CHUNK, **(how | options))
 
 
-def ask(one: Engine, number: int = 0) -> tuple[list[int], int]:
+def ask(one: Engine) -> tuple[list[int], int]:
     """An answer, and how many tokens of its prompt were found."""
-    before = one.prefixes.hits
-    (request,) = one.requests([[*prompt(BEGINNING), *prompt(5, 100 + number)]], max_new_tokens=NEW)
-    finish_all(one, [request])
-    one.flush()
-    return request.generated.tolist(), one.prefixes.hits - before
+    return batches.ask(one, [*prompt(BEGINNING), *prompt(5, 100)], new=NEW)
 
 
 def weight(model: Any) -> torch.Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from support.processes import heed_interrupts
-from support.saved_models import chat_model, chat_tokenizer
+from support.saved_models import change, chat_model, chat_tokenizer, save
 from typer.testing import CliRunner, Result
 
 from forerun import Conversation, Engine
@@ -41,9 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     tokenizer, path = chat_tokenizer(), tmp_path_factory.mktemp("chat")
     model = chat_model(tokenizer)
     model.generation_config.eos_token_id = model.config.eos_token_id = None
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
+    return str(save(model, path, tokenizer))
 
 
 def fresh_answer(engine: Engine, messages: list[dict[str, str]], **options: Any) -> list[int]:
@@ -254,8 +252,7 @@ def test_a_message_that_cannot_be_answered_does_not_cost_the_answers_before_it(f
 
 def test_chat_needs_a_model_with_a_template(tmp_path):
     tokenizer = chat_tokenizer(None)
-    chat_model(tokenizer).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
+    save(chat_model(tokenizer), tmp_path, tokenizer)
     assert "the tokenizer has no chat template" in call("chat", str(tmp_path), input="again").stderr
     assert "give --model" in CliRunner().invoke(app, ["chat"]).stderr
     assert "has no chat template; leave --chat out" in call("generate", str(tmp_path), "--chat", "-p", "a").stderr
@@ -343,8 +340,7 @@ def talkative(folder: str, tmp_path: Path) -> str:
     """The same model with so many positions that its answers are longer than what a terminal holds: it waits for its
     reader, and is not done before Ctrl-C comes, however late that is."""
     copied = Path(shutil.copytree(folder, tmp_path / "talkative"))
-    config = json.loads((copied / "config.json").read_text())
-    (copied / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2 * ENDLESS}))
+    change(copied, max_position_embeddings=2 * ENDLESS)
     return str(copied)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.mocks import Silent
+from support.mocks import Silent, Told
 from support.tiny import EOS, HYBRIDS, PROMPTS, VOCABULARY, OracleDrafter, build, letters, tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -34,7 +34,7 @@ from transformers.generation.streamers import BaseStreamer
 import forerun
 from forerun.api import ENGINES, engine_of
 from forerun.core.request import Request
-from forerun.decoding.row import Row, RowState
+from forerun.decoding.row import Row
 from forerun.decoding.source import Limit
 from forerun.decoding.sources.lookup import Lookup
 from forerun.decoding.sources.trie_source import TrieSource
@@ -231,15 +231,7 @@ def test_streamers_receive_every_token(tokenizer, capsys):
 def test_stream_yields_what_generate_returns_and_closing_it_ends_the_request():
     events = []
 
-    class Watched(RowState):
-        def close(self) -> None:
-            events.append("closed")
-
-    class Watching(Silent):
-        def open(self, row: Row) -> RowState:
-            return Watched()
-
-    engine = forerun.Engine(MODEL, Watching())
+    engine = forerun.Engine(MODEL, Told(None, lambda row: events.append("closed")))
     commits = engine.stream(PROMPT, max_new_tokens=20, eos_token_id=None, do_sample=False)
     tokens = [next(commits).tokens[0] for _ in range(5)]
     assert tokens == FREE_RUN[:5]
@@ -322,15 +314,7 @@ def test_bad_settings_are_refused_with_the_reason(tokenizer):
 def test_a_failing_step_still_closes_every_request(monkeypatch):
     closed = []
 
-    class Watched(RowState):
-        def close(self) -> None:
-            closed.append(1)
-
-    class Watching(Silent):
-        def open(self, row: Row) -> RowState:
-            return Watched()
-
-    engine = forerun.Engine(MODEL, Watching())
+    engine = forerun.Engine(MODEL, Told(None, closed.append))
 
     def fail(*given: Any) -> None:
         raise RuntimeError("the planner failed")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.batches import repeated as prompt
 from support.compiled_models import MODELS, kept, scored
 from support.tiny import ARCHITECTURES, FAMILIES, HYBRIDS, build, tiny
 from transformers import PreTrainedModel
@@ -35,11 +36,6 @@ WAYS: dict[str, dict[str, Any]] = {
 DRAFTERS = ("trie", "lookup", "auto", "low-rank", "retrieval", "triforce-trie", "streaming", "triforce")
 ROUNDING = 2**-8
 """Relative rounding of a number to bfloat16."""
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    """Some tokens again and again, so that there is something to draft."""
-    return [1, *np.resize(np.random.default_rng(seed).integers(6, 48, 30), length - 1).tolist()]
 
 
 PROMPTS = [prompt(90), prompt(20, 1), prompt(61, 2)]

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import recorded_engines
-from support.recorded_engines import Asked, Llama, Runner, vllm_config
+import recorded_engines
+from recorded_engines import Asked, Llama, Runner, vllm_config
 
 import forerun
 from forerun.integrations.branch_drafter import best_branch
@@ -31,7 +31,7 @@ class Refused:
 
 sys.meta_path.insert(0, Refused())
 import numpy as np
-from support.recorded_engines import Asked, Runner, vllm_config
+from recorded_engines import Asked, Runner, vllm_config
 from forerun.integrations.vllm import ForerunProposer
 
 request = Asked([1, 2, 3], [4, 5, 6, 7] * 8)
@@ -66,7 +66,7 @@ def under_way(proposer: ForerunProposer) -> int:
 
 
 def test_it_drafts_where_torch_and_transformers_cannot_be_imported():
-    paths = [str(Path(forerun.__file__).parent.parent), str(Path(__file__).parents[1])]
+    paths = [str(Path(forerun.__file__).parent.parent), str(Path(__file__).parent)]
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}\n{WITHOUT_TORCH}"], capture_output=True, text=True
     )

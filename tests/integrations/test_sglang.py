@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import recorded_sglang
-from support.recorded_sglang import NODES, TOKENS, Req, Scheduler, following
+import recorded_sglang
+from recorded_sglang import NODES, TOKENS, Req, Scheduler, following
 
 import forerun
 from forerun.integrations.verified_tree import VerifiedTree

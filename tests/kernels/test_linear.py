@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.linear_ops import layer
+from support.linear_ops import fma32, layer, numbers
 from torch.nn.functional import gelu, silu
 
 from forerun.core.compiling import compiled
@@ -24,23 +24,8 @@ SHAPES = [(64, 64), (50, 40), (33, 1536), (7, 12), (192, 2050), (16, 2), (1, 70)
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 15, 16, 17, 23, 32, 33, 40, 48, 63, 64, 65, 70)
 
 
-def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm())
-
-
-def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """a * b + c of float32, rounded once: the product is exact in float64, and the sum is rounded there to odd."""
-    product, c = a.astype(np.float64) * b, c.astype(np.float64)
-    total = product + c
-    part = total - product
-    lost = (product - (total - part)) + (c - part)
-    even = (total.view(np.int64) & 1) == 0
-    toward = np.nextafter(total, np.where(lost > 0, np.inf, -np.inf))
-    return np.where((lost != 0) & even, toward, total).astype(np.float32)
 
 
 def fma64(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:

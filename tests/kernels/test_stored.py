@@ -1,95 +1,362 @@
-"""Weights as GGUF stores them: the very bits that float32 weights of the same numbers give, in any pass."""
+"""Weights as GGUF stores them, in any pass and on any thread: by floats the very bits that float32 weights of the same
+numbers give, and by integers those of the products written out in numpy.
+"""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from support.gguf_blocks import NAMES, SCALES, blocks
-from support.linear_ops import layer, numbers
+from support.linear_ops import fma32, layer, numbers
 from support.linear_ops import run_stored as run
+from torch.nn import functional
 
 from forerun.kernels.linear import linear
 from forerun.kernels.linear.decoder_ops import LOOKUP, LookupOp
 from forerun.kernels.linear.gguf_formats import GGUF_FORMATS
-from forerun.kernels.linear.linear import ADD, GATE, Weights, matrix_of
+from forerun.kernels.linear.gguf_integers import INTEGER_FORMATS
+from forerun.kernels.linear.linear import ADD, GATE, Weights, by_integers, matrix_of, product
 from forerun.kernels.linear.rowwise import GELU, SILU
 from forerun.kernels.runtime import executor, vector_ir
 
 gguf = pytest.importorskip("gguf", reason="the gguf package is not installed: pip install -e '.[real]'")
 pytestmark = pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
 
-QUICK = ("Q4_1", "Q8_0", "Q4_K")
-CASES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.matrix) for name in NAMES]
-"""Each format compiles a kernel of its own."""
-SMALL_BLOCKS = [case for case, each in zip(CASES, GGUF_FORMATS, strict=True) if each.words <= 32]
-SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 17, 24, 25, 31, 40)
+QUICK = (("Q4_1", "Q8_0", "Q4_K"), ("Q4_1", "Q8_0", "Q4_K", "Q6_K"))
+"""By floats, and by integers."""
+
+
+def cases(quantised: bool, names: Any) -> list[Any]:
+    """Each format compiles a kernel of its own: few of them do for ``make test``."""
+    slow = [pytest.mark.matrix]
+    return [pytest.param(name, quantised, marks=slow * (name not in QUICK[quantised])) for name in names]
+
+
+CASES = [*cases(False, NAMES), *cases(True, INTEGER_FORMATS)]
+SMALL_BLOCKS = [each.name for each in GGUF_FORMATS if each.words <= 32]
+SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 16, 17, 24, 25, 31, 33, 40, 64)
+Array = np.ndarray[Any, Any]
+IQ4 = np.array((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
+FP4 = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12))
+ONE = np.float32(1)
+
+
+class Parts(NamedTuple):
+    """A matrix in blocks of 32 columns: a weight is ``scale * small * integer + minimum * small_minimum``.
+
+    Attributes:
+        integers: ``[rows, blocks, 32]``.
+        scale, minimum: float32 ``[rows, blocks]``.
+        small, small_minimum: of every 16 columns, ``[rows, blocks, 2]``.
+    """
+
+    integers: Array
+    scale: Array
+    small: Array
+    minimum: Array
+    small_minimum: Array
+
+
+def quantised(x: Array) -> tuple[Array, Array]:
+    """Integers ``[tokens, blocks, 32]`` and scales ``[tokens, blocks]`` of floats ``[tokens, K]``."""
+    x = x.reshape(len(x), -1, 32)
+    size = np.abs(x).max(-1)
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = np.where(size < 2.0**-120, np.float32(0), np.float32(127) / size)
+    return np.rint(x * inverse[..., None]).astype(np.int64), size / np.float32(127)
+
+
+def product_in_numpy(x: Array, rows: Array, name: str, bias: Array) -> Array:
+    """``x @ weights.T + bias`` ``[tokens, rows]``, block by block as the kernels add."""
+    (integers, scales), parts = quantised(x), PARTS[name](rows)
+    total = np.broadcast_to(bias, (len(x), len(rows))).astype(np.float32)
+    halves = integers.reshape(*integers.shape[:2], 2, 16)
+    for block in range(integers.shape[1]):
+        weights = parts.integers[:, block].reshape(-1, 2, 16).astype(np.int64)
+        sums = np.einsum("thi,rhi->trh", halves[:, block], weights)
+        scale = scales[:, block, None]
+        found = (sums * parts.small[:, block]).sum(-1).astype(np.float32) * scale
+        total = fma32(found, parts.scale[:, block], total)
+        of_inputs = halves[:, block].sum(-1)
+        if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"):
+            found = of_inputs.sum(-1).astype(np.float32)[:, None] * scale
+            total = fma32(parts.minimum[:, block], found, total)
+        elif name == "Q2_K":
+            found = (of_inputs[:, None] * parts.small_minimum[:, block]).sum(-1).astype(np.float32) * scale
+            total = fma32(found, parts.minimum[:, block], total)
+    return total
+
+
+def _blocks(rows: Array, size: int) -> Array:
+    return rows.reshape(len(rows), -1, size)
+
+
+def _half(blocks: Array, at: int) -> Array:
+    return np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16)[..., 0].astype(np.float32)
+
+
+def _parts(integers: Array, scale: Array, small: Any = 1, minimum: Any = 0.0, small_minimum: Any = 1) -> Parts:
+    """By blocks of 32 columns, from whole blocks; ``small`` is of every 16."""
+    count, blocks = len(integers), integers[0].size // 32
+    shapes = (count, blocks, 32), (count, blocks), (count, blocks, 2), (count, blocks), (count, blocks, 2)
+    every = integers, scale, small, minimum, small_minimum
+    found = []
+    for value, shape in zip(every, shapes, strict=True):
+        value = np.asarray(value)
+        if value.ndim > 0 and value.size < np.prod(shape):  # of a block of 256
+            value = np.repeat(value.reshape(count, -1), np.prod(shape) // value.size, axis=-1)
+        found.append(value.reshape(shape) if value.ndim else np.broadcast_to(value, shape))
+    return Parts(found[0], found[1].astype(np.float32), found[2], found[3].astype(np.float32), found[4])
+
+
+def _nibbles(packed: Array, size: int) -> Array:
+    """Low halves of every ``size`` bytes, then their high halves."""
+    packed = packed.reshape(*packed.shape[:-1], -1, 1, size)
+    return ((packed >> np.array([[0], [4]], np.uint8)) & 15).reshape(*packed.shape[:-3], -1).astype(np.int64)
+
+
+def _bits(packed: Array, shifts: range, mask: int) -> Array:
+    """Some bits of each byte, for all bytes, then the bits after them."""
+    return ((packed[..., None, :] >> np.array(shifts, np.uint8)[:, None]) & mask).astype(np.int64)
+
+
+def _fifths(blocks: Array, at: int) -> Array:
+    word = np.ascontiguousarray(blocks[..., at : at + 4]).view(np.uint32)
+    return ((word >> np.arange(32, dtype=np.uint32)) & 1).astype(np.int64) << 4
+
+
+def _small(size: int, integers: Callable[[Array], Array], minimum: bool = False) -> Callable[[Array], Parts]:
+    """A format of blocks of 32 columns, with a scale and perhaps a minimum."""
+
+    def parts(rows: Array) -> Parts:
+        b = _blocks(rows, size)
+        return _parts(integers(b), _half(b, 0), minimum=_half(b, 2) if minimum else 0.0)
+
+    return parts
+
+
+def _mxfp4(rows: Array) -> Parts:
+    b = _blocks(rows, 17)
+    return _parts(FP4[_nibbles(b[..., 1:], 16)], np.ldexp(ONE, b[..., 0].astype(np.int64) - 128))
+
+
+def _iq4_xs(rows: Array) -> Parts:
+    b = _blocks(rows, 136)
+    high = np.ascontiguousarray(b[..., 2:4]).view(np.uint16).astype(np.int64)
+    low = b[..., 4:8].astype(np.int64)
+    small = np.stack(
+        [((low[..., k // 2] >> k % 2 * 4) & 15) | ((high[..., 0] >> 2 * k) & 3) << 4 for k in range(8)], -1
+    )
+    scale = _half(b, 0)[..., None] * (small - 32).astype(np.float32)
+    return _parts(IQ4[_nibbles(b[..., 8:], 16)], scale)
+
+
+def _with_six_bit_scales(b: Array, integers: Array) -> Parts:
+    """Of Q4_K and Q5_K."""
+    first, second, third = (b[..., at : at + 4].astype(np.int64) for at in (4, 8, 12))
+    small = np.concatenate([first & 63, (third & 15) | (first >> 6) << 4], -1).astype(np.float32)
+    minima = np.concatenate([second & 63, (third >> 4) | (second >> 6) << 4], -1).astype(np.float32)
+    return _parts(integers, _half(b, 0)[..., None] * small, minimum=-_half(b, 2)[..., None] * minima)
+
+
+def _q4_k(rows: Array) -> Parts:
+    b = _blocks(rows, 144)
+    return _with_six_bit_scales(b, _nibbles(b[..., 16:], 32))
+
+
+def _q5_k(rows: Array) -> Parts:
+    b = _blocks(rows, 176)
+    fifth = _bits(b[..., 16:48], range(8), 1).reshape(*b.shape[:2], 256) << 4
+    return _with_six_bit_scales(b, _nibbles(b[..., 48:], 32) | fifth)
+
+
+def _q6_k(rows: Array) -> Parts:
+    b = _blocks(rows, 210)
+    high = _bits(b[..., 128:192].reshape(*b.shape[:2], 2, 32), range(0, 8, 2), 3).reshape(*b.shape[:2], 256) << 4
+    return _parts((_nibbles(b[..., :128], 64) | high) - 32, _half(b, 208), b[..., 192:208].astype(np.int8).astype(int))
+
+
+def _q2_k(rows: Array) -> Parts:
+    b = _blocks(rows, 84)
+    integers = _bits(b[..., 16:80].reshape(*b.shape[:2], 2, 32), range(0, 8, 2), 3)
+    small = b[..., :16].astype(int)
+    return _parts(integers, _half(b, 80), small & 15, -_half(b, 82), small >> 4)
+
+
+def _q3_k(rows: Array) -> Parts:
+    b = _blocks(rows, 110)
+    low = _bits(b[..., 32:96].reshape(*b.shape[:2], 2, 32), range(0, 8, 2), 3).reshape(*b.shape[:2], 256)
+    high = _bits(b[..., :32], range(8), 1).reshape(*b.shape[:2], 256)
+    fours = _nibbles(b[..., 96:104], 8)
+    twos = _bits(b[..., 104:108], range(0, 8, 2), 3).reshape(*b.shape[:2], 16)
+    return _parts((low | high << 2) - 4, _half(b, 108), (fours | twos << 4) - 32)
+
+
+PARTS: dict[str, Callable[[Array], Parts]] = {
+    "Q4_0": _small(18, lambda b: _nibbles(b[..., 2:], 16) - 8),
+    "Q4_1": _small(20, lambda b: _nibbles(b[..., 4:], 16), minimum=True),
+    "Q5_0": _small(22, lambda b: (_nibbles(b[..., 6:], 16) | _fifths(b, 2)) - 16),
+    "Q5_1": _small(24, lambda b: _nibbles(b[..., 8:], 16) | _fifths(b, 4), minimum=True),
+    "Q8_0": _small(34, lambda b: b[..., 2:].astype(np.int8).astype(np.int64)),
+    "IQ4_NL": _small(18, lambda b: IQ4[_nibbles(b[..., 2:], 16)]),
+    "MXFP4": _mxfp4, "IQ4_XS": _iq4_xs, "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
+}  # fmt: skip
+"""Integers and scales of a matrix's rows, by the format's name."""
+
+
+def by_integers_in_numpy(
+    x: torch.Tensor, name: str, rows: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    start = torch.zeros(len(rows)) if bias is None else bias
+    return torch.from_numpy(product_in_numpy(x.numpy(), rows.numpy(), name, start.numpy()))
+
+
+def right(
+    quantised: bool,
+    x: torch.Tensor,
+    name: str,
+    stored: tuple[torch.Tensor, torch.Tensor],
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What a product must be: by integers where a format has them, or by float32 weights of the same numbers."""
+    rows, weights = stored
+    if quantised and name in INTEGER_FORMATS:
+        return by_integers_in_numpy(x, name, rows, bias)
+    return layer(x, [weights], [] if bias is None else [bias])
+
+
+def test_every_format_with_integers_is_computed_by_them():
+    assert set(NAMES) - set(INTEGER_FORMATS) == {"F32", "F16", "BF16"}
+    assert set(PARTS) == set(INTEGER_FORMATS)
+    rows = torch.zeros(1, 256, dtype=torch.uint8)
+    assert [by_integers(Weights(rows, name, None, True)) for name in ("Q4_K", "F16", "BF16")] == [True, False, False]
+    assert not by_integers(Weights(rows, "Q4_K"))
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("shape", [(64, 256), (50, 512), (7, 256), (16, 1536), (257, 768)], ids=str)
-def test_the_bits_of_float32_weights_of_the_same_numbers(name, shape):
-    rows, weights = blocks(name, *shape)
-    bias, x = numbers(shape[0], seed=1), numbers(40, shape[1], seed=2)
-    expected = layer(x, [weights], [bias])
+@pytest.mark.parametrize(("name", "quantised"), CASES)
+@pytest.mark.parametrize("shape", [(64, 256), (50, 512), (7, 256), (16, 1536), (129, 768)], ids=str)
+def test_the_bits_of_what_is_written_out(name, quantised, shape):
+    stored = blocks(name, *shape)
+    bias, x = numbers(shape[0], seed=1), numbers(64, shape[1], seed=2)
+    if quantised:
+        x[5] = 0  # a block of zeros has no scale
+        x[6, :40] *= 1e-38
+        x[7, 3] = 1e30
+    expected = right(quantised, x, name, stored, bias)
     for n in SIZES:
-        for first in sorted({0, 40 - n}):
-            found = run(x[first : first + n], [(name, rows)], [bias])
+        for first in sorted({0, 64 - n}):
+            found = run(x[first : first + n], [(name, stored[0])], [bias], quantised=quantised)
             assert torch.equal(found, expected[first : first + n]), (n, first)
-    exact = x.double() @ weights.double().T + bias.double()
-    assert float((expected - exact).norm() / exact.norm()) < 2e-6
+    exact = x.double() @ stored[1].double().T + bias.double()
+    assert float((expected - exact)[8:].norm() / exact[8:].norm()) < (0.02 if quantised else 2e-6)
 
 
-@pytest.mark.parametrize("name", SMALL_BLOCKS)
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_K", "Q6_K", pytest.param("Q2_K", marks=pytest.mark.matrix)])
+def test_the_largest_integers_of_both_overflow_nothing(name):
+    rows, _ = blocks(name, 16, 256)
+    for byte in (0x00, 0x7F, 0x80, 0xFF):
+        rows[:] = byte
+        scales = {"Q8_0": range(0, 272, 34), "Q4_K": (0,), "Q6_K": (208,), "Q2_K": (80,)}[name]
+        for at in scales:
+            rows[:, at : at + 2] = torch.tensor([0.01], dtype=torch.float16).view(torch.uint8)
+        if name in ("Q4_K", "Q2_K"):
+            at = scales[0] + 2
+            rows[:, at : at + 2] = torch.tensor([0.01], dtype=torch.float16).view(torch.uint8)
+        x = torch.stack([torch.ones(256), -torch.ones(256)] * 5)
+        expected = by_integers_in_numpy(x, name, rows)
+        for n in (1, 2, 4, 10):
+            assert torch.equal(run(x[:n], [(name, rows)], quantised=True), expected[:n]), byte
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("n", [1, 12])
+def test_what_is_not_finite_gives_outputs_that_are_not(bad, n):
+    rows, _ = blocks("Q4_1", 16, 64)
+    x = numbers(n, 64, seed=1)
+    expected = run(x, [("Q4_1", rows)], quantised=True)
+    x[0, 40] = bad
+    found = run(x, [("Q4_1", rows)], quantised=True)
+    assert not found[0].isfinite().any() and torch.equal(found[1:], expected[1:])
+
+
+@pytest.mark.parametrize(("name", "quantised"), [*cases(False, SMALL_BLOCKS), ("Q8_0", True)])
 @pytest.mark.parametrize("columns", [32, 96, 288, 544])
-def test_rows_of_any_number_of_blocks(name, columns):
-    (rows, weights), x = blocks(name, 24, columns), numbers(14, columns, seed=2)
+def test_rows_of_any_number_of_blocks(name, quantised, columns):
+    stored, x = blocks(name, 24, columns), numbers(14, columns, seed=2)
     for n in (1, 4, 14):
-        assert torch.equal(run(x[:n], [(name, rows)]), layer(x[:n], [weights]))
+        found = run(x[:n], [(name, stored[0])], quantised=quantised)
+        assert torch.equal(found, right(quantised, x[:n], name, stored))
 
 
+@pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("n", [1, 4, 6, 30])
-def test_threads_and_shares_change_nothing(n, monkeypatch):
-    (rows, weights), x = blocks("Q4_1", 130, 256), numbers(n, 256, seed=2)
-    expected = layer(x, [weights])
+def test_threads_and_shares_change_nothing(n, quantised, monkeypatch):
+    stored, x = blocks("Q4_1", 130, 256), numbers(n, 256, seed=2)
+    expected, given = right(quantised, x, "Q4_1", stored), [("Q4_1", stored[0])]
     for threads in (1, 2, 3, 5):
         torch.set_num_threads(threads)
         for share in (1, 4, 99):
-            assert torch.equal(run(x, [("Q4_1", rows)], share=share), expected)
+            assert torch.equal(run(x, given, share=share, quantised=quantised), expected)
     monkeypatch.setattr(executor, "openmp", lambda: None)
     for _ in range(20):
-        assert torch.equal(run(x, [("Q4_1", rows)], share=1), expected)
+        assert torch.equal(run(x, given, share=1, quantised=quantised), expected)
 
 
-@pytest.mark.parametrize("n", [1, 3, 5, 6, 29])
-@pytest.mark.parametrize("names", [("Q4_1", "Q4_1", "Q4_1"), ("Q4_0", "Q8_0", "Q4_1")], ids="-".join)
-def test_matrices_of_several_formats_over_the_same_tokens(n, names):
-    pairs = [blocks(name, outs, 256, seed=outs) for name, outs in zip(names, (40, 16, 9), strict=True)]
-    biases, x = [numbers(len(rows), seed=9) for rows, _ in pairs], numbers(n, 256, seed=2)
-    found = run(x, [(name, rows) for name, (rows, _) in zip(names, pairs, strict=True)], biases)
-    assert torch.equal(found, layer(x, [weights for _, weights in pairs], biases))
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(("names", "quantised"), [
+    (("Q4_1", "Q4_1", "Q4_1"), False), (("Q4_0", "Q8_0", "Q4_1"), False), (("Q4_1", "Q8_0", "Q4_1"), True),
+    (("F16", "Q8_0", "Q4_1"), True), (("Q4_1", "F16", "Q8_0"), True),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("n", [1, 3, 5, 6, 9, 29])
+def test_matrices_of_several_formats_over_the_same_tokens(n, names, quantised):
+    """By integers, those formats that have none have the bits of float32 weights."""
+    stored = [blocks(name, outs, 256, seed=outs) for name, outs in zip(names, (40, 16, 9), strict=True)]
+    biases, x = [numbers(len(rows), seed=9) for rows, _ in stored], numbers(n, 256, seed=2)
+    given = [(name, rows) for name, (rows, _) in zip(names, stored, strict=True)]
+    expected = [right(quantised, x, *each) for each in zip(names, stored, biases, strict=True)]
+    assert torch.equal(run(x, given, biases, quantised=quantised), torch.cat(expected, 1))
 
 
+@pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("n", [1, 3, 5, 6, 29])
 @pytest.mark.parametrize("outs", [48, 37])
-def test_sums_are_added_to_what_is_there(n, outs):
-    (rows, weights), x, before = blocks("Q8_0", outs, 256), numbers(n, 256, seed=2), numbers(n, outs, seed=3)
-    expected = layer(x, [weights], mode=ADD, onto=before.clone())
-    assert torch.equal(run(x, [("Q8_0", rows)], mode=ADD, onto=before.clone()), expected)
+def test_sums_are_added_to_what_is_there(n, outs, quantised):
+    stored, x, before = blocks("Q8_0", outs, 256), numbers(n, 256, seed=2), numbers(n, outs, seed=3)
+    found = run(x, [("Q8_0", stored[0])], mode=ADD, onto=before.clone(), quantised=quantised)
+    assert torch.equal(found, before + right(quantised, x, "Q8_0", stored))
 
 
-@pytest.mark.parametrize("names", [("Q4_1", "Q4_1"), ("Q4_0", "Q8_0")], ids="-".join)
+@pytest.mark.parametrize(("names", "quantised"), [
+    (("Q4_1", "Q4_1"), False), (("Q4_0", "Q8_0"), False), (("Q4_1", "Q4_1"), True), (("F16", "Q8_0"), True),
+    (("Q8_0", "F16"), True),
+], ids=str)  # fmt: skip
 @pytest.mark.parametrize("activation", [SILU, GELU])
 @pytest.mark.parametrize("outs", [48, 37])
-def test_gates_are_activated_and_multiplied(outs, activation, names):
-    pairs = [blocks(name, outs, 256, seed=i) for i, name in enumerate(names)]
+def test_gates_are_activated_and_multiplied(outs, activation, names, quantised):
+    stored = [blocks(name, outs, 256, seed=i) for i, name in enumerate(names)]
     biases, x = [numbers(outs, seed=5), numbers(outs, seed=6)], numbers(40, 256, seed=2)
+    given = [(name, rows) for name, (rows, _) in zip(names, stored, strict=True)]
     how: Any = {"mode": GATE, "activation": activation}
-    expected = layer(x, [weights for _, weights in pairs], biases, **how)
-    given = [(name, rows) for name, (rows, _) in zip(names, pairs, strict=True)]
-    for n in (1, 2, 5, 6, 12, 16, 39):
-        assert torch.equal(run(x[-n:], given, biases, **how), expected[-n:])
+    whole = run(x, given, biases, quantised=quantised, **how)
+    if quantised:
+        gate, up = (run(x, [one], [bias], quantised=True) for one, bias in zip(given, biases, strict=True))
+        active = functional.silu(gate) if activation == SILU else functional.gelu(gate, approximate="tanh")
+        assert torch.allclose(whole, active * up, rtol=1e-4, atol=1e-3)  # GELU cancels
+    else:
+        assert torch.equal(whole, layer(x, [weights for _, weights in stored], biases, **how))
+    for n in (1, 2, 5, 6, 9, 12, 16, 39):
+        assert torch.equal(run(x[-n:], given, biases, quantised=quantised, **how), whole[-n:])
+
+
+def test_a_product_by_itself_has_the_same_bits():
+    (rows, _), x = blocks("Q4_K", 40, 512), numbers(9, 512, seed=2)
+    for n in (1, 9):
+        assert torch.equal(product(x[:n], Weights(rows, "Q4_K", None, True)), by_integers_in_numpy(x[:n], "Q4_K", rows))
+    assert not torch.equal(product(x, Weights(rows, "Q4_K")), by_integers_in_numpy(x, "Q4_K", rows))
+    assert np.isfinite(product(x, Weights(rows, "Q4_K")).numpy()).all()
 
 
 def looked_up(name: str, rows: torch.Tensor, ids: torch.Tensor, columns: int, factor: float = 1.0) -> torch.Tensor:
@@ -104,7 +371,9 @@ def looked_up(name: str, rows: torch.Tensor, ids: torch.Tensor, columns: int, fa
     return x
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK[0] else pytest.param(name, marks=pytest.mark.matrix) for name in NAMES]
+)
 def test_rows_of_an_embedding_are_those_of_gguf(name):
     rows, weights = blocks(name, 20, 512)
     ids = torch.tensor([3, 19, 0, 3])

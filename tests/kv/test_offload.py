@@ -7,6 +7,7 @@ import json
 import os
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 import transformers
 from support.all_keys import AllKeysView
+from support.batches import repeated
 from support.compiled_models import MODELS, SHAPE
 from support.tiny import ARCHITECTURES, LAYOUTS
 from support.tiny import build as tiny_of
@@ -51,10 +53,7 @@ def model(name: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrained
     return made(made.config_class(**{**SHAPE, **extra, "num_hidden_layers": 6})).to(dtype).eval()
 
 
-def prompt(length: int, seed: int = 0) -> list[int]:
-    """Some tokens again and again, so that there is something to draft."""
-    some = np.random.default_rng(seed).integers(6, 48, 60)
-    return [1, *np.resize(some, length - 1).tolist()]
+prompt = partial(repeated, period=60)
 
 
 def engines(

@@ -1,15 +1,14 @@
 """Layers with sliding windows give memory back, and no text changes by it: what was given back is never read."""
 
 import itertools
-import mmap
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from support.batches import LONG, finish_all, prompt
 from support.compiled_models import build
 from support.pairwise import pairwise
+from support.processes import resident
 
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
@@ -173,11 +172,6 @@ def test_memory_is_really_given_back():
     for t in rows:
         assert (t[:, :, :10] == 1).all() and (t[:, :, 90_000:] == 1).all()
         assert (t[:, :, 1000:89_000] == 0).all()
-
-
-def resident() -> int:
-    """Bytes of this process's memory that are not swapped out or given back."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def test_what_is_kept_for_other_prompts_is_kept_whole():

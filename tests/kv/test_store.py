@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from support.batches import CHUNK, LONG, Reads, finish_all, prompt
+from support.batches import CHUNK, LONG, Reads, ask, finish_all, prompt
 from support.tiny import tiny
 
 import forerun
@@ -45,15 +45,6 @@ def short_texts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def engine(folder: Path | None, drafter: str = "none", dtype: torch.dtype = torch.float32, **options: Any) -> Engine:
     model = copy.deepcopy(options.pop("model")).to(dtype) if "model" in options else tiny("llama", dtype)
     return Engine(model, drafter, settings=LONG, prune_drafts=False, prefill_block=CHUNK, kv_store=folder, **options)
-
-
-def ask(one: Engine, tokens: list[int], namespace: str = "default") -> tuple[list[int], int]:
-    """An answer, and how many tokens of its prompt were found."""
-    before = one.prefixes.hits
-    (request,) = one.requests([tokens], max_new_tokens=NEW, namespace=namespace)
-    finish_all(one, [request])
-    one.flush()
-    return request.generated.tolist(), one.prefixes.hits - before
 
 
 def question(number: int) -> list[int]:
@@ -92,7 +83,8 @@ def test_texts_of_other_architectures(tmp_path, architecture):
 
 ELSEWHERE = """
 import sys, json
-from kv.test_store import ask, engine, question
+from support.batches import ask
+from kv.test_store import engine, question
 from forerun.engine import kv_store
 import torch
 torch.set_num_threads(1)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import toy
 from support.mocks import draft, opened
 from support.tiny import ARCHITECTURES, LAYOUTS, VOCABULARY, tiny
 
@@ -21,11 +20,65 @@ from forerun.kernels.attention import attention
 from forerun.kernels.attention.attention import AttentionSpec
 from forerun.kv.cache import Cache
 from forerun.kv.full_cache import FullCache
-from forerun.kv.streaming import Rotation, StreamingCache
+from forerun.kv.streaming import LayerRotation, Rotation, StreamingCache
 from forerun.models.forward.runtime import default_runtime
 from forerun.models.forward.scorer import Scorer
 
 SLACK = 5
+HEADS, KV_HEADS, SIZE = 4, 2, 8
+ROTATION = Rotation({0: LayerRotation(slice(0, 3), slice(3, 6), torch.tensor([1.0, 0.3, 0.01], dtype=torch.float64))})
+_generator = torch.Generator().manual_seed(5)
+QUERIES, KEYS, VALUES = (
+    torch.randn(1, h, VOCABULARY, SIZE, generator=_generator, dtype=torch.float64) for h in (HEADS, KV_HEADS, KV_HEADS)
+)
+
+
+def turned(raw: torch.Tensor, tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+    """Rows of a table, each at its position."""
+    rows = [ROTATION(0, raw[:, :, [token]], int(p)) for token, p in zip(tokens, positions, strict=True)]
+    return torch.cat(rows, 2) if rows else raw[:, :, :0]
+
+
+def feed(cache: Cache, block: Block, spec: AttentionSpec) -> torch.Tensor:
+    """What a model's layer would do in a pass, ``[1, H, n, d]``."""
+    tokens, positions = block.tokens.tolist(), (cache.position + block.offsets).tolist()
+    q, k = turned(QUERIES, tokens, positions), turned(KEYS, tokens, positions)
+    return cache.attend(0, q, k, VALUES[:, :, tokens], block, spec)
+
+
+def softmax_weights(q: torch.Tensor, k: torch.Tensor, seen: np.ndarray, spec: AttentionSpec) -> torch.Tensor:
+    """By definition, ``[1, H, n, m]``, with the keys marked in ``seen`` ``[n, m]``."""
+    scores = (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)) * spec.scaling
+    if spec.softcap is not None:
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    return scores.masked_fill(torch.from_numpy(~seen), -torch.inf).softmax(-1)
+
+
+def chain(tokens: Sequence[int], start: int) -> Block:
+    return Block(np.array(tokens), DraftTree.empty(), start)
+
+
+def path_to(tree: DraftTree, node: int) -> list[int]:
+    """Nodes from the root to ``node`` (none for -1)."""
+    return tree.ancestors[node].nonzero()[0].tolist() if node >= 0 else []
+
+
+@st.composite
+def trees(draw: st.DrawFn, most: int = 7) -> DraftTree:
+    n = draw(st.integers(0, most))
+    parents = [draw(st.integers(-1, i - 1)) for i in range(n)]
+    tokens = [draw(st.integers(0, VOCABULARY - 1)) for _ in range(n)]
+    return DraftTree(np.array(tokens, np.int64), np.array(parents, np.int64))
+
+
+@st.composite
+def steps(draw: st.DrawFn, slack: int) -> tuple[Sequence[int], DraftTree, int, list[int], int]:
+    """Pending tokens, a tree, the accepted node (-1 for none), drafts committed one by one, how many are kept."""
+    token = st.integers(0, VOCABULARY - 1)
+    pending = draw(st.lists(token, min_size=1, max_size=draw(st.sampled_from([1, 4, 20]))))
+    tree = draw(trees())
+    drafts = draw(st.lists(token, max_size=slack))
+    return pending, tree, draw(st.integers(-1, len(tree) - 1)), drafts, draw(st.integers(0, len(drafts)))
 
 
 class Oracle(Cache):
@@ -56,7 +109,7 @@ class Oracle(Cache):
         if spec.window is not None:
             places = np.concatenate((np.arange(held), held + block.offsets))
             seen &= places > held + block.offsets[:, None] - spec.window
-        return toy.softmax_weights(q, k, seen, spec) @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+        return softmax_weights(q, k, seen, spec) @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
     def move(self, layer: int, key: torch.Tensor, by: int) -> torch.Tensor:
         return key if self.rotation is None else self.rotation(layer, key, by)
@@ -97,21 +150,21 @@ def same(a: StreamingCache, b: StreamingCache) -> bool:
 
 
 @given(
-    st.lists(toy.steps(SLACK), max_size=12), st.integers(0, 5), st.integers(1, 9),
+    st.lists(steps(SLACK), max_size=12), st.integers(0, 5), st.integers(1, 9),
     st.sampled_from([AttentionSpec(0.3), AttentionSpec(0.3, 1), AttentionSpec(0.3, 4), AttentionSpec(0.5, 11, 2.0)]),
     st.booleans(),
 )  # fmt: skip
 def test_attention_and_state_are_as_if_all_was_kept_and_nothing_was_drafted(script, sinks, window, spec, turning):
-    rotation = toy.ROTATION if turning else None
+    rotation = ROTATION if turning else None
     cache, undrafted = (StreamingCache(window, sinks, SLACK, rotation) for _ in range(2))
     oracle = Oracle(window, sinks, SLACK, rotation)
 
     def step(block: Block, node: int) -> None:
-        outs = [toy.feed(each, block, spec) for each in (cache, undrafted, oracle)]
+        outs = [feed(each, block, spec) for each in (cache, undrafted, oracle)]
         assert torch.equal(outs[0], outs[1])
         assert (outs[0] - outs[2]).abs().max() < 1e-11
         for each in (cache, undrafted, oracle):
-            each.commit(block, toy.path_to(block.tree, node))
+            each.commit(block, path_to(block.tree, node))
         assert cache.length == oracle.length and cache.held == len(oracle.kept)
         assert same(cache, undrafted)
 
@@ -119,13 +172,13 @@ def test_attention_and_state_are_as_if_all_was_kept_and_nothing_was_drafted(scri
         step(Block(np.array(pending), tree, cache.length), node)
         before = cache.length
         for token in drafts:
-            block = toy.chain([token], cache.length)
-            toy.feed(cache, block, spec)
+            block = chain([token], cache.length)
+            feed(cache, block, spec)
             cache.commit(block, [])
         cache.truncate(before)
         assert same(cache, undrafted)
         for token in drafts[:right]:
-            step(toy.chain([token], cache.length), -1)
+            step(chain([token], cache.length), -1)
 
 
 def blocks(total: int, seed: int) -> list[tuple[list[int], DraftTree, list[int]]]:
@@ -137,7 +190,7 @@ def blocks(total: int, seed: int) -> list[tuple[list[int], DraftTree, list[int]]
         n = int(rng.integers(0, 6))
         parents = np.array([rng.integers(-1, i) if i else -1 for i in range(n)], np.int64)
         tree = DraftTree(rng.integers(0, VOCABULARY, n), parents)
-        path = toy.path_to(tree, int(rng.integers(-1, n)) if n else -1)
+        path = path_to(tree, int(rng.integers(-1, n)) if n else -1)
         made.append((pending, tree, path))
         length += len(pending) + len(path)
     return made
@@ -196,7 +249,7 @@ def test_ragged_rows_in_one_pass_are_as_each_alone():
     with torch.inference_mode():
         for sizes in (lengths, *[(1, 2, 1, 3)] * 8):
             tokens = [rng.integers(0, VOCABULARY, size).tolist() for size in sizes]
-            rows = [toy.chain(new, cache.length) for new, cache in zip(tokens, alone, strict=True)]
+            rows = [chain(new, cache.length) for new, cache in zip(tokens, alone, strict=True)]
             expected = [scorer.score([block], [cache])[0] for block, cache in zip(rows, alone, strict=True)]
             for a, b in zip(expected, scorer.score(rows, together), strict=True):
                 assert (a - b).norm() / a.norm() < 1e-5
@@ -227,35 +280,35 @@ def test_memory_and_positions_are_bounded_however_long_the_text(length):
 def test_the_room_for_blocks_grows_to_the_largest():
     cache = StreamingCache(4, 1, 2)
     for size in (3, 50, 1, 50, 20, 1):
-        block = toy.chain([1] * size, cache.length)
-        toy.feed(cache, block, AttentionSpec(0.3))
+        block = chain([1] * size, cache.length)
+        feed(cache, block, AttentionSpec(0.3))
         cache.commit(block, [])
     assert cache.held <= 7
-    assert cache.nbytes == 2 * 2 * (7 + 50) * toy.KV_HEADS * toy.SIZE * 8
+    assert cache.nbytes == 2 * 2 * (7 + 50) * KV_HEADS * SIZE * 8
 
 
 def test_a_pass_without_commit_leaves_no_trace():
-    plain, disturbed = (StreamingCache(4, 1, 2, toy.ROTATION) for _ in range(2))
+    plain, disturbed = (StreamingCache(4, 1, 2, ROTATION) for _ in range(2))
     for token in range(30):
         if token % 3 == 0:
-            toy.feed(disturbed, toy.chain(list(range(9)), disturbed.length), AttentionSpec(0.3))
+            feed(disturbed, chain(list(range(9)), disturbed.length), AttentionSpec(0.3))
         for cache in (plain, disturbed):
-            block = toy.chain([token], cache.length)
-            toy.feed(cache, block, AttentionSpec(0.3))
+            block = chain([token], cache.length)
+            feed(cache, block, AttentionSpec(0.3))
             cache.commit(block, [])
         assert same(plain, disturbed)
 
 
 def read(cache: StreamingCache, tokens: Sequence[int]) -> torch.Tensor:
-    block = toy.chain(tokens, cache.length)
-    out = toy.feed(cache, block, AttentionSpec(0.3))
+    block = chain(tokens, cache.length)
+    out = feed(cache, block, AttentionSpec(0.3))
     cache.commit(block, [])
     return out
 
 
 @pytest.mark.parametrize("held", [0, 2, 4])
 def test_skipping_leaves_sinks_and_what_comes_after(held):
-    skipping, plain = StreamingCache(8, 4, 3, toy.ROTATION), StreamingCache(8, held, 3, toy.ROTATION)
+    skipping, plain = StreamingCache(8, 4, 3, ROTATION), StreamingCache(8, held, 3, ROTATION)
     for cache in (skipping, plain):
         if held:
             read(cache, [*range(held)])
@@ -270,7 +323,7 @@ def test_skipping_leaves_sinks_and_what_comes_after(held):
 
 
 def test_skipping_in_several_steps_and_back_to_the_start():
-    cache = StreamingCache(8, 4, 3, toy.ROTATION)
+    cache = StreamingCache(8, 4, 3, ROTATION)
     read(cache, [1, 2])
     cache.skip(5)
     cache.skip(0)
@@ -282,7 +335,7 @@ def test_skipping_in_several_steps_and_back_to_the_start():
     cache.truncate(2)
     read(cache, [1, 2, 3])  # four sinks are allowed again
     read(cache, list(range(20)))
-    fresh = StreamingCache(8, 4, 3, toy.ROTATION)
+    fresh = StreamingCache(8, 4, 3, ROTATION)
     read(fresh, [1, 2, 1, 2, 3])
     read(fresh, list(range(20)))
     assert same(cache, fresh)
@@ -303,7 +356,7 @@ def test_truncating_reaches_whatever_is_held_and_names_what_is_not():
     cache.truncate(15)
     assert cache.held == 3
     cache.truncate(2)
-    assert torch.equal(state(cache)[1], toy.VALUES[:, :, :2])
+    assert torch.equal(state(cache)[1], VALUES[:, :, :2])
     for wrong in (3, -1):
         with pytest.raises(ValueError, match=f"length is {wrong}; it must be between 0 and 2"):
             cache.truncate(wrong)

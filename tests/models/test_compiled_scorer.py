@@ -21,6 +21,7 @@ from forerun.kv.retrieval import RetrievalCache, RetrievalConfig
 from forerun.models.forward import architecture, compiled_forward
 from forerun.models.forward.architecture import known
 from forerun.models.forward.compiled_scorer import CompiledScorer, fastest_scorer
+from forerun.models.forward.exactness import Exactness, probe
 from forerun.models.forward.fingerprint import unknowable_code
 from forerun.models.forward.gate import admit
 from forerun.models.forward.scorer import Scorer
@@ -61,6 +62,7 @@ def test_the_same_bits_however_a_text_is_cut(name, dtype):
     whole = scored(scorer, [300])
     for sizes in ([1] * 60 + [240], [2, 3, 5, 8, 13, 16, 17, 32, 33, 64, 107], [255, 1, 44], [256, 44], [299, 1]):
         assert torch.equal(scored(scorer, sizes), whole)
+    assert probe(scorer) == Exactness("bitwise")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from support.compiled_models import MODELS, kept
+from support.compiled_models import kept
 from support.tiny import tiny
 
 from forerun.core.block import Block
@@ -13,21 +13,12 @@ from forerun.kernels.linear import ordered_modules
 from forerun.kernels.runtime import vector_ir
 from forerun.kv.cache import Cache
 from forerun.models.forward import exactness
-from forerun.models.forward.compiled_scorer import CompiledScorer, fastest_scorer
 from forerun.models.forward.exactness import Exactness, probe
 from forerun.models.forward.scorer import Scorer
 
 pytestmark = pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
 
 BITWISE = Exactness("bitwise")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", MODELS)
-def test_programs_are_bitwise_exact(name, dtype):
-    scorer = fastest_scorer(Scorer(kept(name, dtype)))
-    assert isinstance(scorer, CompiledScorer)
-    assert probe(scorer) == BITWISE
 
 
 class Wrapped(Scorer):

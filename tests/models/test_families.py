@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from support.saved_models import small_tokenizer
 from support.tiny import (
     FAMILIES,
+    HYBRIDS,
     LAYOUTS,
     LEARNING,
     PROMPTS,
@@ -18,6 +20,7 @@ from support.tiny import (
     by_transformers,
     small_caches,
     some_were_accepted,
+    texts_in_float64,
     tiny,
 )
 from transformers import PreTrainedModel
@@ -37,26 +40,26 @@ from forerun.models.forward import gate
 from forerun.models.forward.exactness import Exactness, probe
 from forerun.models.forward.gate import Float32View
 from forerun.models.forward.inputs import position_limit
-from forerun.models.forward.scorer import Scorer, use_implementations
+from forerun.models.forward.scorer import Scorer
 from forerun.models.loading.load import load
 
 WHOLE = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
 FEW = (("none", "trie", "low-rank"), ("none", "lookup", "triforce-trie"))
 """Drafters of a family, in turns."""
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 ALL_DRAFTERS = ("gpt_oss", "deepseek_v3", "deepseek_v2")
 """What caches have to know of: sinks, and keys and values of different width."""
 
 
 @functools.cache
 def family(name: str) -> PreTrainedModel:
-    return build(*FAMILIES[name], seed=len(FAMILIES[name][0]))
+    which = {**HYBRIDS, **LAYOUTS, **FAMILIES}[name]
+    return build(*which, seed=len(which[0]))
 
 
 @functools.cache
 def plain(name: str) -> list[list[int]]:
-    """What ``transformers`` generates; its grouped products of experts take no float64 on a CPU."""
-    with use_implementations(family(name), experts="eager"):
-        return [[*prompt, *by_transformers(family(name), prompt, **WHOLE)] for prompt in PROMPTS]
+    return texts_in_float64(family(name), **WHOLE)
 
 
 def drafters(name: str) -> Sequence[str]:
@@ -84,28 +87,23 @@ def test_output_equals_transformers(name, drafter):
         some_were_accepted(batch.requests)
 
 
+FEW_TYPES = {
+    *zip(("bamba", "lfm2", "qwen3_5"), (torch.bfloat16, torch.float32, torch.float64), strict=True),
+    ("glm, partial and interleaved", torch.float32), ("phi, partial", torch.bfloat16),
+}  # fmt: skip
+"""Of each recurrence and of layouts of positions; of others one family in 14 has a type in turns."""
+
+
 def types() -> list[Any]:
-    """Every type of every family; ``make test`` may take one of each family, in turns."""
-    every = [torch.float64, torch.float32, torch.bfloat16]
-    return [
-        pytest.param(name, dtype, marks=[pytest.mark.matrix] * ((i - j) % 3 > 0))
-        for i, name in enumerate(FAMILIES)
-        for j, dtype in enumerate(every)
-    ]
+    """Every type of every family, layout of positions and hybrid, of which ``make test`` takes few."""
+    few = {*FEW_TYPES, *((name, DTYPES[i % 3]) for i, name in enumerate(FAMILIES) if i % 14 == 0)}
+    cells = itertools.product({**FAMILIES, **LAYOUTS, **HYBRIDS}, DTYPES)
+    return [pytest.param(*cell, marks=[pytest.mark.matrix] * (cell not in few)) for cell in cells]
 
 
-@pytest.mark.one_in(14)
 @pytest.mark.parametrize(("name", "dtype"), types(), ids=str)
 def test_a_token_has_the_same_bits_whatever_shares_its_pass(name, dtype):
     model = copy.deepcopy(family(name)).to(dtype)
-    assert probe(gate.admit(model), position_limit(model)) == Exactness("bitwise")
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in FAMILIES])
-def test_so_has_it_for_every_layout_of_positions(name, dtype):
-    model = copy.deepcopy(tiny(name)).to(dtype)
     assert probe(gate.admit(model), position_limit(model)) == Exactness("bitwise")
 
 

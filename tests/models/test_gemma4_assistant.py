@@ -1,6 +1,5 @@
 """Gemma 4's assistants by themselves: what they compute, beside transformers; and what a folder must hold."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.head_reference import weights
+from support import saved_models
+from support.head_reference import BRANCHES, grow
 from support.heads import gemma4, gemma4_assistant
+from support.saved_models import weights
 from support.tiny import tiny
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
@@ -27,7 +28,6 @@ from forerun.models.heads.head import Growth, HeadSequence
 from forerun.models.heads.loading import is_head, load_head
 
 TEXT = np.random.default_rng(3).integers(6, 48, 200)
-BRANCHES = ((3, 4, 5), (3, 4, 6), (3, 9), (11,))
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "shared layers": ({}, {}), "no shared layers": ({"shared": 0}, {}), "centroids": ({}, {"centroids": 8}),
     "unified": ({"unified": True}, {"unified": True}),
@@ -146,17 +146,13 @@ def check_trees(
     head: Gemma4AssistantHead, cache: FullCache, states: torch.Tensor, reads: tuple[int, int], oracle: Oracle
 ) -> None:
     growths, logits = head.start([at(head, cache, states, read) for read in reads])
-    numbers: list[dict[tuple[int, ...], int]] = [{(): 0}, {(): 0}]
-    for growth, read, own in zip(growths, reads, logits, strict=True):
-        check(growth, 0, own, oracle(read, ()))
-    for depth in range(3):
-        level = list(dict.fromkeys(branch[: depth + 1] for branch in BRANCHES if len(branch) > depth))
-        parents = [[own[path[:-1]] for path in level] for own in numbers]
-        rows = iter(head.extend(growths, parents, [[path[-1] for path in level]] * 2))
-        for growth, read, own in zip(growths, reads, numbers, strict=True):
-            for path in level:
-                own[path] = len(own)
-                check(growth, own[path], next(rows), oracle(read, path))
+
+    def check_node(row: int, node: int, path: tuple[int, ...], found: torch.Tensor) -> None:
+        check(growths[row], node, found, oracle(reads[row], path))
+
+    for row, found in enumerate(logits):
+        check_node(row, 0, (), found)
+    grow(head, growths, BRANCHES, check_node)
 
 
 @torch.inference_mode()
@@ -195,10 +191,13 @@ def test_a_cache_without_the_target_s_own_keys_is_refused(tmp_path):
 
 
 def change(folder: Path, **entries: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    for name, value in entries.items():
-        (config if name in config else config["text_config"])[name] = value
-    (folder / "config.json").write_text(json.dumps(config))
+    """Change a configuration, or the one inside it."""
+
+    def edit(config: dict[str, Any]) -> None:
+        for name, value in entries.items():
+            (config if name in config else config["text_config"])[name] = value
+
+    saved_models.change(folder, edit)
 
 
 WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.head_reference import change
 from support.heads import dflash, dflash2, dspark, eagle3, peagle
+from support.saved_models import change
 from support.tiny import tiny
 from transformers import PreTrainedModel, Qwen3Config
 

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.head_reference import attend, change, check_long, check_tree, gated_mlp, norm, read_folder, turn, weights
-from support.heads import eagle3, eagle31, mtp_target
+from support.head_reference import attend, check_long, check_tree, gated_mlp, norm, read_folder, states_of, turn
+from support.heads import dflash, dflash2, dspark, eagle3, eagle31, mtp_target, peagle
+from support.saved_models import change, weights
 from support.tiny import tiny
 from transformers import PreTrainedModel
 from transformers.cache_utils import MtpCache
@@ -19,6 +20,8 @@ from forerun.models.forward.scorer import Scorer
 from forerun.models.heads.eagle3 import _aux_layers
 from forerun.models.heads.loading import load_head
 from forerun.models.heads.mtp import MtpHead
+
+Make = Callable[[Path, PreTrainedModel], Path]
 
 
 @pytest.mark.parametrize(
@@ -65,42 +68,188 @@ def eagle3_outputs(folder: Path, model: PreTrainedModel, sequence: list[int], re
         hidden = torch.cat([hidden, fed])
 
 
-EAGLES: dict[str, Callable[[Path, PreTrainedModel], Path]] = {
-    "authors": eagle3,
-    "speculators": lambda folder, model: eagle3(folder, model, "speculators"),
-    "3.1": eagle31,
-    "3.1, speculators": lambda folder, model: eagle3(
-        folder, model, "speculators", fc_norm=True, norm_output=True, norm_before_residual=False
-    ),
-    "one norm before": lambda folder, model: eagle3(folder, model, norm_before_fc=True, norm_output=True),
-    "a window": lambda folder, model: eagle3(folder, model, layer_types=["sliding_attention"], sliding_window=5),
-}
+def eagle3_logits(folder: Path, model: PreTrainedModel, sequence: list[int], read: int) -> torch.Tensor:
+    return eagle3_outputs(folder, model, sequence, read)[1]
 
 
-@pytest.mark.parametrize("form", EAGLES)
-def test_eagle3_computes_what_its_papers_say(form, tmp_path):
-    model = tiny("llama")
-    folder = EAGLES[form](tmp_path, model)
-    check_tree(load_head(folder), model, lambda sequence, read: eagle3_outputs(folder, model, sequence, read)[1])
+def peagle_logits(folder: Path, model: PreTrainedModel, text: list[int], read: int) -> torch.Tensor:
+    """Logits of a P-EAGLE head behind a text, of which the target has read ``read`` tokens: all entries, all masks."""
+    config, w = read_folder(folder)
+    found = model(torch.tensor([text[:read]]), output_hidden_states=True).hidden_states
+    states = torch.cat([found[layer][0] for layer in config["eagle_aux_hidden_state_layer_ids"]], -1)
+    states = torch.cat([states, w["mask_hidden"][0].expand(3, -1)])
+    if config.get("fc_norm"):
+        parts = states.chunk(3, -1)
+        states = torch.cat([norm(each, w[f"fc_norm.{number}.weight"]) for number, each in enumerate(parts)], -1)
+    hidden, places = states @ w["fc.weight"].T, torch.arange(read + 3)
+    embeddings = w["embed_tokens.weight"][[*text[1 : read + 1], 2, 2, 2]]
+    for layer in range(2):
+        at = f"layers.{layer}."
+        x = norm(embeddings if layer == 0 else hidden, w[at + "input_layernorm.weight"])
+        if layer == 0:
+            normed = norm(hidden, w[at + "hidden_norm.weight"])
+            x, hidden = torch.cat([x, normed], -1), normed if config.get("norm_before_residual") else hidden
+        q, k, v = ((x @ w[f"{at}self_attn.{part}_proj.weight"].T).view(len(x), -1, 8) for part in "qkv")
+        hidden = hidden + attend(turn(q, places), turn(k, places), v) @ w[at + "self_attn.o_proj.weight"].T
+        hidden = hidden + gated_mlp(norm(hidden, w[at + "post_attention_layernorm.weight"]), w, at + "mlp.")
+    logits: torch.Tensor = norm(hidden, w["norm.weight"]) @ w["lm_head.weight"].T
+    return logits[len(text) - 2]
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("form", ["3.1", "authors"])
-def test_eagle3_computes_it_along_200_tokens(form, tmp_path):
-    model = tiny("llama")
-    folder = EAGLES[form](tmp_path, model)
-    check_long(load_head(folder), model, lambda sequence, read: eagle3_outputs(folder, model, sequence, read)[1])
+def convolved(x: torch.Tensor, base: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """A block ``[n, hidden]`` by a kernel ``[taps, hidden]`` and one of each row, ``[n, taps, groups]``."""
+    out, group = torch.zeros_like(x), x.shape[1] // delta.shape[2]
+    for row in range(len(x)):
+        for tap in range(min(len(base), row + 1)):
+            out[row] += (base[tap] + delta[row, tap].repeat_interleave(group)) * x[row - tap]
+    return out
 
 
-@pytest.mark.parametrize("form", ["authors", "3.1"])
+def block_rows(folder: Path, model: PreTrainedModel, text: list[int], read: int, first: int) -> torch.Tensor:
+    """What leaves the block of a head like DFlash after the final norm; its row 0 is the token at ``read``."""
+    config, w = read_folder(folder)
+    inner = config.get("dflash_config", config)
+    layer_config = config.get("transformer_layer_config", config)
+    states = model(torch.tensor([text[:read]]), output_hidden_states=True).hidden_states
+    layers = inner.get("aux_hidden_state_layer_ids") or [layer + 1 for layer in inner["target_layer_ids"]]
+    context = torch.cat([states[layer][0] for layer in layers], -1)
+    context = norm(context @ w["fc.weight"].T, w["hidden_norm.weight"])
+    size = inner.get("block_size") or config["block_size"]
+    embeddings = w.get("embed_tokens.weight", model.get_input_embeddings().weight)
+    x, places = embeddings[[text[read], *[2] * (size - 1)]], torch.arange(read + size)
+    for layer, kind in enumerate(layer_config.get("layer_types", ["full_attention"] * 2)):
+        at, sliding = f"layers.{layer}.", kind == "sliding_attention"
+        behind = places[read:, None] - places[None]
+        seen = torch.ones_like(behind, dtype=torch.bool)
+        if sliding:
+            seen = behind.abs() < 6
+        if first_only_back(config, sliding):
+            seen &= behind >= 0
+        y = norm(x, w[at + "input_layernorm.weight"])
+        y, leave = entered(y, w, at + "attention_conv.")
+        both = torch.cat([context, y])
+        q = norm((y @ w[at + "self_attn.q_proj.weight"].T).view(size, 4, 8), w[at + "self_attn.q_norm.weight"])
+        k = norm((both @ w[at + "self_attn.k_proj.weight"].T).view(-1, 2, 8), w[at + "self_attn.k_norm.weight"])
+        v = (both @ w[at + "self_attn.v_proj.weight"].T).view(-1, 2, 8)
+        out = attend(turn(q, places[read:]), turn(k, places), v, seen) @ w[at + "self_attn.o_proj.weight"].T
+        x = x + leave(out)
+        y, leave = entered(norm(x, w[at + "post_attention_layernorm.weight"]), w, at + "mlp_conv.")
+        x = x + leave(gated_mlp(y, w, at + "mlp."))
+    return norm(x, w["norm.weight"])[first:]
+
+
+def first_only_back(config: dict[str, Any], sliding: bool) -> bool:
+    """Whether a row sees earlier ones alone: in layers with a window, unless a configuration says otherwise."""
+    if "speculators_model_type" in config:
+        return sliding and not config.get("sliding_window_non_causal", config["speculators_model_type"] == "dflash2")
+    stated = config.get("is_causal", config.get("dflash_config", {}).get("causal"))
+    return sliding if stated is None else bool(stated)
+
+
+def entered(x: torch.Tensor, w: dict[str, torch.Tensor], at: str) -> tuple[torch.Tensor, Callable[..., torch.Tensor]]:
+    """A block as a sublayer reads it, and what its output goes through; both as they are without convolutions."""
+    if f"{at}base_kernel" not in w:
+        return x, lambda out: out
+    base = w[f"{at}base_kernel"]
+    delta = (x @ w[f"{at}kernel_projection.weight"].T).view(len(x), 2, base.shape[1], -1)
+    return convolved(x, base[0], delta[:, 0]), lambda out: convolved(out, base[1], delta[:, 1])
+
+
+def dflash_logits(folder: Path, model: PreTrainedModel, text: list[int], read: int) -> torch.Tensor:
+    config, w = read_folder(folder)
+    anchored = config.get("sample_from_anchor", False)
+    row = block_rows(folder, model, text, read, 0 if anchored else 1)[len(text) - 1 - read]
+    logits = row @ w.get("lm_head.weight", model.get_output_embeddings().weight).T
+    scaled: torch.Tensor = logits * config.get("dflash_config", {}).get("output_multiplier", 1.0)
+    cap = config.get("dflash_config", {}).get("final_logit_softcapping")
+    return torch.tanh(scaled / cap) * cap if cap else scaled
+
+
+def dflash2_logits(folder: Path, model: PreTrainedModel, text: list[int], read: int) -> torch.Tensor:
+    _, w = read_folder(folder)
+    row = block_rows(folder, model, text, read, 1)[len(text) - 1 - read]
+    logits = model.get_output_embeddings()(row)
+    before, after = (w.get(f"candidate_selector.{side}_codebook", w.get(f"candidate_selector.{side}_codebook.weight"))
+                     for side in ("predecessor", "successor"))  # fmt: skip
+    assert before is not None and after is not None
+    scores = torch.full_like(logits, -torch.inf)
+    projected = row @ w["candidate_selector.hidden_projection.weight"].T
+    for token in logits.topk(6).indices.tolist():
+        scores[token] = logits[token] + (before[text[-1]] * projected * after[token]).sum()
+    return scores
+
+
+def dspark_logits(folder: Path, model: PreTrainedModel, text: list[int], read: int) -> torch.Tensor:
+    config, w = read_folder(folder)
+    rows = block_rows(folder, model, text, read, 0)
+    memory, bias = torch.zeros(4), torch.zeros(0)
+    for row, token in zip(rows, text[read:], strict=False):  # along the path, from the text's last token
+        bias = w["markov_head.markov_w1.weight"][token]
+        if config["markov_head_type"] == "gated":
+            x = torch.cat([row, bias])
+            bias = (w["markov_head.gate_proj.weight"] @ x + w["markov_head.gate_proj.bias"]).sigmoid() * bias
+        if config["markov_head_type"] == "rnn":
+            x = torch.cat([memory, bias, row])
+            z = w["markov_head.joint_proj.weight"] @ x + w["markov_head.joint_proj.bias"]
+            memory = z[:4].sigmoid() * memory + (1 - z[:4].sigmoid()) * z[4:8].tanh()
+            bias = z[8:].tanh()
+    logits: torch.Tensor = w["lm_head.weight"] @ rows[len(text) - 1 - read]
+    return logits + w["markov_head.markov_w2.weight"] @ bias
+
+
+KINDS: dict[str, tuple[Make, Callable[..., torch.Tensor]]] = {
+    "eagle3": (eagle3, eagle3_logits),
+    "eagle3, speculators": (lambda f, m: eagle3(f, m, "speculators"), eagle3_logits),
+    "eagle3.1": (eagle31, eagle3_logits),
+    "eagle3.1, speculators": (
+        lambda f, m: eagle3(f, m, "speculators", fc_norm=True, norm_output=True, norm_before_residual=False),
+        eagle3_logits),
+    "eagle3, one norm before": (
+        lambda f, m: eagle3(f, m, norm_before_fc=True, norm_output=True), eagle3_logits),
+    "eagle3, a window": (
+        lambda f, m: eagle3(f, m, layer_types=["sliding_attention"], sliding_window=5), eagle3_logits),
+    "peagle": (peagle, peagle_logits),
+    "peagle, speculators": (lambda f, m: peagle(f, m, "speculators", fc_norm=True), peagle_logits),
+    "dflash": (dflash, dflash_logits),
+    "dflash, windows": (lambda f, m: dflash(f, m, sliding=True), dflash_logits),
+    "dflash, causal": (lambda f, m: dflash(f, m, is_causal=True), dflash_logits),
+    "dflash, speculators": (lambda f, m: dflash(f, m, form="speculators", sliding=True), dflash_logits),
+    "dflash, from the anchor": (
+        lambda f, m: dflash(f, m, form="speculators", sliding=True, sample_from_anchor=True,
+                            sliding_window_non_causal=True), dflash_logits),
+    "dflash2": (dflash2, dflash2_logits),
+    "dflash2, windows": (lambda f, m: dflash2(f, m, sliding=True, is_causal=False), dflash2_logits),
+    "dflash2, speculators": (lambda f, m: dflash2(f, m, sliding=True, form="speculators"), dflash2_logits),
+    "dspark": (dspark, dspark_logits),
+    "dspark, gated": (lambda f, m: dspark(f, m, "gated"), dspark_logits),
+    "dspark, rnn": (lambda f, m: dspark(f, m, "rnn"), dspark_logits),
+    "dspark, speculators": (lambda f, m: dspark(f, m, "rnn", sliding=True, form="speculators"), dspark_logits),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_computes_what_its_paper_says(kind, tmp_path):
+    model, (make, exact) = tiny("llama"), KINDS[kind]
+    folder = make(tmp_path, model)
+    check_tree(load_head(folder), model, lambda text, read: exact(folder, model, text, read))
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("kind", ["eagle3.1", "eagle3", "peagle", "dflash2", "dspark, rnn"])
+def test_a_head_computes_it_along_200_tokens(kind, tmp_path):
+    model, (make, exact) = tiny("llama"), KINDS[kind]
+    folder = make(tmp_path, model)
+    check_long(load_head(folder), model, lambda text, read: exact(folder, model, text, read))
+
+
+@pytest.mark.parametrize("make", [eagle3, eagle31])
 @torch.inference_mode()
-def test_eagle3_feeds_back_what_its_papers_say(form, tmp_path):
+def test_eagle3_feeds_back_what_its_papers_say(make, tmp_path):
     model, tokens = tiny("llama"), np.arange(3, 15)
-    head = load_head(EAGLES[form](tmp_path, model))
+    head = load_head(make(tmp_path, model))
     head.bind(Scorer(model))
-    found = model(torch.from_numpy(tokens[None]), output_hidden_states=True).hidden_states
     sequence = head.open(FullCache())
-    head.record(sequence, tokens, 0, torch.cat([found[layer][0] for layer in head.layers], -1))
+    head.record(sequence, tokens, 0, states_of(head, model, tokens))
     (growth,), _ = head.start([sequence])
     head.extend([growth], [[0]], [[7]])
     head.extend([growth], [[1]], [[9]])
@@ -114,8 +263,7 @@ def test_a_head_that_missed_states_restarts_where_they_continue(tmp_path):
     model, tokens = tiny("llama"), np.arange(3, 43)
     head = load_head(eagle3(tmp_path, model))
     head.bind(Scorer(model))
-    found = model(torch.from_numpy(tokens[None]), output_hidden_states=True).hidden_states
-    states, logits = torch.cat([found[layer][0] for layer in head.layers], -1), []
+    states, logits = states_of(head, model, tokens), []
     for first in (0, None):
         sequence = head.open(FullCache())
         if first is not None:
@@ -163,29 +311,84 @@ def test_a_target_without_heads_is_refused(tmp_path):
         MtpHead().bind(Scorer(model))
 
 
-WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no configuration": (lambda f: (f / "config.json").unlink(), "config.json cannot be read"),
-    "another model": (lambda f: (f / "config.json").write_text('{"model_type": "llama"}'), "no supported head"),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "no .safetensors file"),
-    "damaged weights": (lambda f: (f / "model.safetensors").write_bytes(b"nothing"), "cannot be read"),
-    "a tensor less": (lambda f: weights(f, lambda w: w.pop("fc.weight")), "lacks the tensor fc.weight"),
-    "no map": (lambda f: weights(f, lambda w: w.pop("d2t")), "lacks the tensor d2t"),
-    "a wrong map": (lambda f: weights(f, lambda w: w["d2t"].add_(99)), "d2t.* outside of the vocabulary"),
-    "another shape": (lambda f: change(f, lambda c: c.update(intermediate_size=44)), r"gate_proj.*40.*44"),
-    "another vocabulary": (lambda f: change(f, lambda c: c.update(vocab_size=49)), "49 tokens, and the target has 48"),
-    "another width": (lambda f: change(f, lambda c: c.update(target_hidden_size=64)), "hidden size 64, and .* 32"),
-    "no size": (lambda f: change(f, lambda c: c.pop("hidden_size")), "hidden_size is None"),
-    "more layers": (lambda f: change(f, lambda c: c.update(num_hidden_layers=2)), "num_hidden_layers is 2"),
-    "a layer that there is not": (
-        lambda f: change(f, lambda c: c.update(eagle_aux_hidden_state_layer_ids=[0, 1, 3])), "the target has 2 layers"),
-    "default layers of a larger model": (lambda f: change(f, lambda c: c.pop("eagle_config")), r"\[2, 1, -1\]"),
+def test_scales_of_a_dflash_head_are_applied(tmp_path):
+    model, folder = tiny("llama"), dflash(tmp_path, tiny("llama"))
+    change(folder, lambda c: c["dflash_config"].update(output_multiplier=0.5, final_logit_softcapping=3.0))
+    check_tree(load_head(folder), model, lambda text, read: dflash_logits(folder, model, text, read))
+
+
+def test_a_copy_of_the_targets_matrices_is_not_kept(tmp_path):
+    model, folder = tiny("llama"), dspark(tmp_path, tiny("llama"))
+    theirs = model.get_input_embeddings().weight.detach().clone()
+    weights(folder, lambda w: w.update({"embed_tokens.weight": theirs}))
+    head = load_head(folder)
+    head.bind(Scorer(model))
+    assert "embed_tokens.weight" not in head._weights
+    own = head.matrix.take(np.arange(len(head.matrix))).rows
+    assert not torch.equal(own, model.get_output_embeddings().weight)
+
+
+def without(name: str) -> Callable[[Path], Any]:
+    return lambda folder: weights(folder, lambda w: w.pop(name))
+
+
+def saying(**entries: Any) -> Callable[[Path], Any]:
+    return lambda folder: change(folder, lambda config: config.update(entries))
+
+
+def nested(**entries: Any) -> Callable[[Path], Any]:
+    return lambda folder: change(folder, lambda config: config["dflash_config"].update(entries))
+
+
+WRONG: dict[str, tuple[Make, Callable[[Path], Any], str]] = {
+    "eagle3, no configuration": (eagle3, lambda f: (f / "config.json").unlink(), "config.json cannot be read"),
+    "eagle3, another model": (
+        eagle3, lambda f: (f / "config.json").write_text('{"model_type": "llama"}'), "no supported head"),
+    "eagle3, no weights": (eagle3, lambda f: (f / "model.safetensors").unlink(), "no .safetensors file"),
+    "eagle3, damaged weights": (eagle3, lambda f: (f / "model.safetensors").write_bytes(b"nothing"), "cannot be read"),
+    "eagle3, a tensor less": (eagle3, without("fc.weight"), "lacks the tensor fc.weight"),
+    "eagle3, no map": (eagle3, without("d2t"), "lacks the tensor d2t"),
+    "eagle3, a wrong map": (
+        eagle3, lambda f: weights(f, lambda w: w["d2t"].add_(99)), "d2t.* outside of the vocabulary"),
+    "eagle3, another shape": (eagle3, saying(intermediate_size=44), r"gate_proj.*40.*44"),
+    "eagle3, another vocabulary": (eagle3, saying(vocab_size=49), "49 tokens, and the target has 48"),
+    "eagle3, another width": (eagle3, saying(target_hidden_size=64), "hidden size 64, and .* 32"),
+    "eagle3, no size": (eagle3, lambda f: change(f, lambda c: c.pop("hidden_size")), "hidden_size is None"),
+    "eagle3, more layers": (eagle3, saying(num_hidden_layers=2), "num_hidden_layers is 2"),
+    "eagle3, a layer that there is not": (
+        eagle3, saying(eagle_aux_hidden_state_layer_ids=[0, 1, 3]), "the target has 2 layers"),
+    "eagle3, default layers of a larger model": (
+        eagle3, lambda f: change(f, lambda c: c.pop("eagle_config")), r"\[2, 1, -1\]"),
+    "dflash, a tensor less": (dflash, without("layers.1.mlp.up_proj.weight"), "lacks the tensor layers.1.mlp.up"),
+    "dflash, another shape": (dflash, saying(intermediate_size=44), "mlp.gate_proj.*40.*44"),
+    "dflash, another width": (dflash, saying(hidden_size=64), "hidden size 64, and the target's is 32"),
+    "dflash, no mask": (dflash, nested(mask_token_id=None), "mask_token_id is None"),
+    "dflash, no block": (dflash, saying(block_size=1), "block_size is 1"),
+    "dflash, a layer that there is not": (dflash, nested(target_layer_ids=[0, 2]), "the target has 2 layers"),
+    "dflash, another design": (dflash, saying(architectures=["DFlashLagunaForCausalLM"]), "DFlashLaguna.* is one of"),
+    "dflash, a window of no size": (dflash, saying(layer_types=["sliding_attention"] * 2), "sliding_window is None"),
+    "dflash, another kind of layer": (dflash, saying(layer_types=["chunked_attention"] * 2), "layer_types is"),
+    "dflash2, no kernels": (dflash2, without("layers.1.mlp_conv.base_kernel"), "lacks the tensor layers.1.mlp_conv"),
+    "dflash2, no codebook": (dflash2, without("candidate_selector.successor_codebook"), "lacks .*successor_codebook"),
+    "dflash2, another rank": (dflash2, nested(selector_rank=5), r"hidden_projection.*\[4, 32\].*\[5, 32\]"),
+    "dflash2, no candidates": (dflash2, nested(selector_top_k=None), "selector_top_k is None"),
+    "dflash2, more candidates": (dflash2, nested(selector_top_k=49), "selects among 49"),
+    "dflash2, groups that do not divide": (dflash2, nested(conv_group_size=5), "conv_group_size is 5"),
+    "dspark, no rank": (dspark, saying(markov_rank=0), "markov_rank is 0"),
+    "dspark, another head": (dspark, saying(markov_head_type="ngram"), "markov_head_type is 'ngram'"),
+    "dspark, no head": (dspark, without("markov_head.markov_w2.weight"), "lacks the tensor markov_head.markov_w2"),
+    "dspark, no gate": (dspark, saying(markov_head_type="gated"), "lacks the tensor markov_head.gate_proj.weight"),
+    "peagle, no mask": (peagle, without("mask_hidden"), "lacks the tensor mask_hidden"),
+    "peagle, no second layer": (peagle, without("layers.1.mlp.up_proj.weight"), "lacks the tensor layers.1.mlp.up"),
+    "peagle, a mask that is no token": (peagle, saying(ptd_token_id=48), "'ptd_token_id': 48"),
+    "peagle, norms that are not there": (peagle, saying(fc_norm=True), "lacks the tensor fc_norm.0.weight"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_head_that_does_not_fit_is_refused_before_any_work(name, tmp_path):
-    folder, model = eagle3(tmp_path, tiny("llama")), tiny("llama")
-    spoil, message = WRONG[name]
+    make, spoil, message = WRONG[name]
+    folder = make(tmp_path, tiny("llama"))
     spoil(folder)
     with pytest.raises(ValueError, match=message):
-        load_head(folder).bind(Scorer(model))
+        load_head(folder).bind(Scorer(tiny("llama")))

@@ -1,16 +1,8 @@
-"""Models with recurrent layers: exact in float64, the same bits whatever shares a pass, refused where a state is wrong.
-
-transformers computes their recurrences in float32 even in a float64 model. The oracle here is its own code without
-these casts, so a text is decided by float64 numbers on both sides.
-"""
+"""Models with recurrent layers: exact in float64, and refused where a state is wrong."""
 
 import copy
 import functools
-import inspect
-import re
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -23,10 +15,10 @@ from support.tiny import (
     VOCABULARY,
     OracleDrafter,
     build,
-    by_transformers,
     letters,
     small_caches,
     some_were_accepted,
+    texts_in_float64,
     tiny,
 )
 from transformers import PreTrainedModel
@@ -40,13 +32,9 @@ from forerun.kv import recurrent
 from forerun.kv.recurrent import SNAPSHOT_TOKENS
 from forerun.models.forward import gate
 from forerun.models.forward.compiled_scorer import CompiledScorer
-from forerun.models.forward.exactness import Exactness, probe
 from forerun.models.forward.gate import UnsupportedModelError
-from forerun.models.forward.inputs import position_limit
-from forerun.models.forward.scorer import use_implementations
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
-RECURRENCES = re.compile("torch_(chunk|recurrent)_gated_delta_rule|mamba2_(chunk|selective).*|.*_kimi_delta_attention")
 PROGRAM = "lfm2"
 """Its passes are a program of kernels, but in float64."""
 FEW = ("bamba", PROGRAM, "qwen3_5")
@@ -64,34 +52,9 @@ def hybrid(name: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     return build(*HYBRIDS[name], seed=len(HYBRIDS[name][0]))
 
 
-@contextmanager
-def in_float64(model: PreTrainedModel) -> Iterator[None]:
-    """A context in which transformers' recurrences compute in float64."""
-    module = sys.modules[type(model).__module__]
-    with pytest.MonkeyPatch.context() as patch:
-        for name in filter(RECURRENCES.fullmatch, list(vars(module))):
-            patch.setattr(module, name, _without_casts(module, name))
-        yield
-
-
-def _without_casts(module: Any, name: str) -> Any:
-    function = inspect.unwrap(getattr(module, name))
-    source = inspect.getsource(function).partition("def ")[2]
-    source = source.replace(".float()", "").replace("torch.float32", "torch.float64")
-    limited = ("zamba2", "nemotron_h")  # transformers limits dt in its form for whole texts only
-    if name == "mamba2_selective_state_update" and module.__name__.endswith(limited):
-        source = source.replace("dt = F.softplus(dt)", "dt = F.softplus(dt).clamp(min=0.001)")
-    names = dict(vars(module))
-    exec("def " + source, names)
-    return names[name]
-
-
 @functools.cache
 def plain(name: str, tokens: int) -> list[list[int]]:
-    """What ``transformers`` generates; its grouped products of experts take no float64 on a CPU."""
-    model = hybrid(name)
-    with in_float64(model), use_implementations(model, experts="eager"):
-        return [[*prompt, *by_transformers(model, prompt, max_new_tokens=tokens, **GREEDY)] for prompt in PROMPTS]
+    return texts_in_float64(hybrid(name), max_new_tokens=tokens, **GREEDY)
 
 
 def engine(model: PreTrainedModel, drafter: Any, **options: Any) -> forerun.Engine:
@@ -127,22 +90,6 @@ def test_output_equals_transformers(name, drafter, tokens):
     for prompt, text in zip(PROMPTS, texts, strict=True):
         alone = drafting.generate(list(prompt), max_new_tokens=tokens, **GREEDY)
         assert alone.requests[0].tokens.tolist() == text
-
-
-def types() -> list[Any]:
-    every = [torch.bfloat16, torch.float32, torch.float64]
-    few = tuple(zip(FEW, every, strict=True))
-    return [
-        pytest.param(name, dtype, marks=[pytest.mark.matrix] * ((name, dtype) not in few))
-        for name in HYBRIDS
-        for dtype in every
-    ]
-
-
-@pytest.mark.parametrize(("name", "dtype"), types(), ids=str)
-def test_a_token_has_the_same_bits_whatever_shares_its_pass(name, dtype):
-    model = hybrid(name, dtype)
-    assert probe(gate.admit(model), position_limit(model)) == Exactness("bitwise")
 
 
 @pytest.mark.one_in(2)
@@ -244,7 +191,3 @@ def test_what_cannot_be_is_refused_with_the_reason():
         forerun.Engine(hybrid("lfm2"), "none", kv_memory=1 << 30)
     with pytest.raises(ValueError, match="draft_model has recurrent layers"):
         forerun.Engine(tiny("llama"), "streaming", settings=LongContextConfig(hybrid("lfm2")))
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-    shape |= {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2}
-    with pytest.raises(UnsupportedModelError, match=r"it has layers of type \['linear_attention'\]"):
-        gate.admit(build("MiniMaxForCausalLM", shape | {"layer_types": ["linear_attention", "full_attention"]}, 0))

@@ -1,12 +1,11 @@
 """Models are loaded whole, safely and quietly, or not at all."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from support.saved_models import save_model, small_tokenizer
+from support.saved_models import change, save_model, small_tokenizer
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast, T5Config
 
@@ -133,9 +132,7 @@ def test_a_missing_or_foreign_tokenizer_is_refused(copy):
 
 
 def test_code_that_comes_with_a_model_is_not_run(copy):
-    config = json.loads((copy / "config.json").read_text())
-    config |= {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}}
-    (copy / "config.json").write_text(json.dumps(config))
+    change(copy, model_type="mine", auto_map={"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"})
     (copy / "mine.py").write_text(f"open({str(copy / 'ran')!r}, 'w').close()\n")
     with pytest.raises(ValueError, match="trust_remote_code"):
         load(str(copy))

@@ -1,6 +1,7 @@
 """MTP layers of Qwen's families: what they compute, beside the layer computed anew; and what their files must hold."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support import saved_models
 from support.gguf_hybrids import built, write
-from support.qwen_mtp import FAMILIES, change, empty_layer, mtp_tensors, one_by_one, qwen_target, reload
+from support.head_reference import grow
+from support.heads import one_by_one
+from support.qwen_mtp import FAMILIES, empty_layer, mtp_tensors, qwen_target, reload
+from support.saved_models import change
 from transformers import PreTrainedModel
 
 from forerun.kernels.runtime import vector_ir
@@ -85,15 +90,13 @@ def check_sequence(model: PreTrainedModel, reference: Reference, near: float, st
         growths, logits = head.start([sequence])
         check_close(growths[0].hidden[0], left[last - 1], near, last)
         check_close(logits[0], expected[last - 1], near, last)
-    numbers: dict[tuple[int, ...], int] = {(): 0}
-    for depth in range(4):
-        level = list(dict.fromkeys(tuple(branch[: depth + 1]) for branch in BRANCHES if len(branch) > depth))
-        logits = head.extend(growths, [[numbers[path[:-1]] for path in level]], [[path[-1] for path in level]])
-        for path, row in zip(level, logits, strict=True):
-            numbers[path] = len(numbers)
-            exact = reference.states([*TEXT.tolist(), *path], end)[-1]
-            check_close(growths[0].hidden[numbers[path]], exact, near, path)
-            check_close(row, model.get_output_embeddings()(exact), near, path)
+
+    def check_node(row: int, node: int, path: tuple[int, ...], found: torch.Tensor) -> None:
+        exact = reference.states([*TEXT.tolist(), *path], end)[-1]
+        check_close(growths[0].hidden[node], exact, near, path)
+        check_close(found, model.get_output_embeddings()(exact), near, path)
+
+    grow(head, growths, BRANCHES, check_node, depth=4)
 
 
 @pytest.mark.one_in(3)
@@ -175,10 +178,7 @@ def test_a_stored_layer_is_what_is_dequantised(tmp_path):
     check_close(found[1], found[0], 1e-4)
 
 
-def weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    tensors = load_file(folder / "mtp.safetensors")
-    edit(tensors)
-    save_file(tensors, folder / "mtp.safetensors", metadata={"format": "pt"})
+weights = partial(saved_models.weights, file="mtp.safetensors")
 
 
 def apart(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
@@ -227,9 +227,7 @@ def test_a_layer_that_does_not_fit_is_refused_by_the_tensors_name(name, tmp_path
 
 def test_qwen3_next_without_the_layer_has_none(tmp_path):
     model = qwen_target(tmp_path, "qwen3_next")
-    tensors = load_file(tmp_path / "model.safetensors")
-    save_file({name: t for name, t in tensors.items() if not name.startswith("mtp.")}, tmp_path / "model.safetensors",
-              metadata={"format": "pt"})  # fmt: skip
+    saved_models.weights(tmp_path, lambda w: [w.pop(name) for name in [*w] if name.startswith("mtp.")])
     with pytest.raises(
         ValueError, match=r"no num_mtp_layers and no mtp_num_hidden_layers, and there are no tensors mtp"
     ):

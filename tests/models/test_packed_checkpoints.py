@@ -1,15 +1,13 @@
 """GPTQ's and AWQ's folders: the numbers that their own programs multiply by, by a reference that packs bit by bit."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from support.saved_models import small_tokenizer
+from support.saved_models import change, save, small_llama, small_tokenizer, weights
 from support.tiny import tiny
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from forerun import Engine
 from forerun.models.loading.load import load
@@ -56,33 +54,28 @@ def state(folder: Path, form: str, bits: int, group: int, **more: object) -> Non
     method = {"quant_method": "awq", "version": "gemm", "zero_point": True}
     if form != "awq":
         method = {"quant_method": "gptq", "checkpoint_format": form, "sym": False}
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = method | {"bits": bits, "group_size": group} | more
-    (folder / "config.json").write_text(json.dumps(config))
+    change(folder, quantization_config=method | {"bits": bits, "group_size": group} | more)
 
 
 def write(folder: Path, model: LlamaForCausalLM, form: str, bits: int, group: int, act_order: bool = False):
     """Write a model's projections packed; return their weights."""
     rng, expected = np.random.default_rng(5), {}
-    model.to(torch.float16).save_pretrained(folder)
-    small_tokenizer().save_pretrained(folder)
-    weights = load_file(folder / "model.safetensors")
-    for name in [each for each in weights if "_proj" in each or ".experts." in each]:
-        owner, (rows, columns) = name.removesuffix(".weight"), weights.pop(name).shape
-        size = columns if group == -1 else group
-        expected[name], tensors = one(rows, columns, size, bits, form, rng, act_order)
-        weights |= {f"{owner}.{part}": tensor for part, tensor in tensors.items()}
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    save(model.to(torch.float16), folder)
+
+    def pack(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [each for each in tensors if "_proj" in each or ".experts." in each]:
+            owner, (rows, columns) = name.removesuffix(".weight"), tensors.pop(name).shape
+            size = columns if group == -1 else group
+            expected[name], parts = one(rows, columns, size, bits, form, rng, act_order)
+            tensors |= {f"{owner}.{part}": tensor for part, tensor in parts.items()}
+
+    weights(folder, pack)
     state(folder, form, bits, group)
     return expected
 
 
 def small() -> LlamaForCausalLM:
-    torch.manual_seed(3)
-    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(
-        LlamaConfig(vocab_size=len(small_tokenizer()), initializer_range=0.3, eos_token_id=7, **shape)
-    )
+    return small_llama(hidden_size=64, intermediate_size=96, eos_token_id=7)
 
 
 def numbers(model: LlamaForCausalLM, name: str) -> np.ndarray:
@@ -168,25 +161,20 @@ def changed(part, change):
 ])  # fmt: skip
 def test_what_is_missing_or_does_not_fit_is_named(edit, said, tmp_path):
     write(tmp_path, small(), "gptq", 4, 32)
-    weights = load_file(tmp_path / "model.safetensors")
-    edit(weights)
-    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    weights(tmp_path, edit)
     with pytest.raises(ValueError, match=said):
         load(str(tmp_path), "float32")
 
 
 def test_biases_of_zeros_that_the_model_lacks_are_left_out(tmp_path):
     write(tmp_path, small(), "gptq", 4, 32)
-    weights = load_file(tmp_path / "model.safetensors")
-    save_file(weights | {"model.layers.0.mlp.up_proj.bias": torch.zeros(96)}, tmp_path / "model.safetensors")
+    weights(tmp_path, lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.bias": torch.zeros(96)}))
     assert load(str(tmp_path), "float32")[0].model.layers[0].mlp.up_proj.bias is None
 
 
 def test_groups_are_of_consecutive_inputs_where_none_are_named(tmp_path):
     expected = write(tmp_path, small(), "gptq", 4, 32)
-    weights = load_file(tmp_path / "model.safetensors")
-    kept = {name: each for name, each in weights.items() if not name.endswith("g_idx")}
-    save_file(kept, tmp_path / "model.safetensors")
+    weights(tmp_path, lambda tensors: [tensors.pop(name) for name in [*tensors] if name.endswith("g_idx")])
     model, _ = load(str(tmp_path), "float32")
     assert all(np.array_equal(numbers(model, name), each) for name, each in expected.items())
     state(tmp_path, "gptq", 4, 48)

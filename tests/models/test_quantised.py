@@ -1,6 +1,5 @@
 """A folder's weights quantised once: the bits of gguf's quantiser, one file, the same text with and without drafts."""
 
-import json
 import logging
 import os
 from pathlib import Path
@@ -8,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from support.saved_models import save_model, small_tokenizer
+from support.saved_models import change, save, save_model, small_llama, small_tokenizer, weights
 from support.tiny import tiny
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from forerun import Engine
 from forerun.kernels.runtime import vector_ir
@@ -27,13 +25,7 @@ pytestmark = pytest.mark.skipif(not vector_ir.fused(), reason="the processor has
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model in float32 with widths that are whole blocks."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    tokenizer = small_tokenizer()
-    torch.manual_seed(3)
-    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=len(tokenizer), initializer_range=0.3, eos_token_id=7, **shape)
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    return save(small_llama(hidden_size=64, intermediate_size=96, eos_token_id=7), tmp_path / "model")
 
 
 def files(folder: Path) -> list[Path]:
@@ -127,33 +119,28 @@ def test_experts_are_quantised_too(folder):
     assert (ours - theirs).norm() < 0.1 * theirs.norm()  # inputs have eight bits, too
 
 
-def stated(folder: Path, method: str, **more: object) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": method, **more}
-    (folder / "config.json").write_text(json.dumps(config))
-
-
 @pytest.mark.parametrize("method", ["bitsandbytes", "torchao", "compressed-tensors"])
 def test_other_quantised_checkpoints_are_refused_by_name(method, folder):
-    stated(folder, method)
+    change(folder, quantization_config={"quant_method": method})
     with pytest.raises(ValueError, match=f"quantised by {method}, for which there is no exact kernel.* --quantize"):
         load(str(folder))
 
 
 def test_fp8_is_dequantised(folder):
     pytest.importorskip("accelerate")
-    weights, block = load_file(folder / "model.safetensors"), 32
-    expected = {}
-    for name, weight in [*weights.items()]:
-        if "_proj" in name:
-            rows, columns = weight.shape
-            scales = torch.rand(rows // block, columns // block) + 0.5
-            weights[name] = weight.to(torch.float8_e4m3fn)
-            weights[name.replace("weight", "weight_scale_inv")] = scales
-            spread = scales.repeat_interleave(block, 0).repeat_interleave(block, 1)
-            expected[name] = weights[name].float() * spread
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    stated(folder, "fp8", weight_block_size=[block, block], activation_scheme="dynamic")
+    expected, block = {}, 32
+
+    def narrow(tensors: dict[str, torch.Tensor]) -> None:
+        for name, weight in [*tensors.items()]:
+            if "_proj" in name:
+                scales = torch.rand(weight.shape[0] // block, weight.shape[1] // block) + 0.5
+                tensors[name] = weight.to(torch.float8_e4m3fn)
+                tensors[name.replace("weight", "weight_scale_inv")] = scales
+                expected[name] = tensors[name].float() * scales.repeat_interleave(block, 0).repeat_interleave(block, 1)
+
+    weights(folder, narrow)
+    method = {"quant_method": "fp8", "weight_block_size": [block, block], "activation_scheme": "dynamic"}
+    change(folder, quantization_config=method)
     model, _ = load(str(folder), "float32")
     for name, weight in expected.items():
         assert torch.equal(model.get_parameter(name), weight)

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.head_reference import states_of
 from support.heads import dflash, eagle3, mtp_target
-from support.saved_models import small_tokenizer
+from support.saved_models import save, small_tokenizer
 from support.tiny import build, tiny
 from torch import nn
 
@@ -123,8 +124,7 @@ def test_every_head_drafts_over_shortlists(name, tmp_path):
         sequences = [head.open(FullCache()), head.open(FullCache())]
         for number, (sequence, end) in enumerate(zip(sequences, (18, 13), strict=True)):
             tokens = TEXT[: end + 1]
-            states = model(torch.from_numpy(tokens[None]), output_hidden_states=True).hidden_states
-            head.record(sequence, tokens, 0, torch.cat([states[layer][0] for layer in head.layers], -1)[:-1])
+            head.record(sequence, tokens, 0, states_of(head, model, tokens)[:-1])
             if own is not None:
                 own[number].add(tokens)
                 sequence.shortlist = own[number]
@@ -175,9 +175,7 @@ def test_beside_a_stored_target_a_heads_matrices_are_stored_too(tmp_path, monkey
     pytest.importorskip("gguf")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = build("LlamaForCausalLM", {"vocab_size": len(small_tokenizer()), "intermediate_size": 64}, seed=3).float()
-    model.save_pretrained(tmp_path / "target")
-    small_tokenizer().save_pretrained(tmp_path / "target")
-    stored, _ = load(str(tmp_path / "target"), quantize="q8_0")
+    stored, _ = load(str(save(model, tmp_path / "target")), quantize="q8_0")
     folder, found = eagle3(tmp_path / "head", model), []
     for target in (model, stored):
         head = load_head(folder)

@@ -28,6 +28,11 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [1, *np.random.default_rng(seed).integers(6, 48, length - 1).tolist()]
 
 
+def repeated(length: int, seed: int = 0, period: int = 30) -> list[int]:
+    """Some tokens again and again, so that there is something to draft."""
+    return [1, *np.resize(np.random.default_rng(seed).integers(6, 48, period), length - 1).tolist()]
+
+
 def finish(batch: Batch) -> None:
     """Step until all have ended; they must not wait for each other for good."""
     idle = 0
@@ -58,6 +63,15 @@ def finish_all(one: Engine, requests: Sequence[Request], **how: Any) -> None:
         for request in requests:
             batch.admit(request)
         finish(batch)
+
+
+def ask(one: Engine, tokens: list[int], namespace: str = "default", new: int = 6) -> tuple[list[int], int]:
+    """An answer, and how many tokens of its prompt were found."""
+    before = one.prefixes.hits
+    (request,) = one.requests([tokens], max_new_tokens=new, namespace=namespace)
+    finish_all(one, [request])
+    one.flush()
+    return request.generated.tolist(), one.prefixes.hits - before
 
 
 def fails_after(count: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

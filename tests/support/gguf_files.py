@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from support.saved_models import small_tokenizer
+from support.saved_models import small_llama, small_tokenizer
 
 gguf = pytest.importorskip("gguf", reason="the gguf package is not installed: pip install -e '.[real]'")
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install -e '.[real]'")
@@ -20,10 +20,7 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '<end>' }
 
 
 def model() -> PreTrainedModel:
-    torch.manual_seed(3)
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": HEADS}
-    config = LlamaConfig(vocab_size=len(small_tokenizer()), initializer_range=0.3, tie_word_embeddings=True, **shape)
-    return LlamaForCausalLM(config).eval()
+    return small_llama(intermediate_size=64, num_attention_heads=HEADS, tie_word_embeddings=True)
 
 
 def separated(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from forerun.kv.full_cache import FullCache
@@ -55,18 +55,6 @@ def read_folder(folder: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     return config, {name.replace("midlayer.", "layers.0."): tensor.double() for name, tensor in tensors.items()}
 
 
-def change(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    edit(config)
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def weights(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, folder / "model.safetensors")
-
-
 @torch.inference_mode()
 def check_tree(head: Head, model: PreTrainedModel, exact: Exact) -> None:
     """Logits at the nodes of a tree, for a sequence that is read in pieces and one beside it."""
@@ -74,7 +62,7 @@ def check_tree(head: Head, model: PreTrainedModel, exact: Exact) -> None:
     sequences, ends = [head.open(FullCache()), head.open(FullCache())], (18, 13)
     for sequence, end in zip(sequences, ends, strict=True):
         tokens = TEXT[: end + 1]
-        states = _states(head, model, tokens)[:-1]
+        states = states_of(head, model, tokens)[:-1]
         for first, last in ((0, 5), (5, 6), (6, end)):
             head.record(sequence, tokens[: last + 1], first, states[first:last])
             if last == 6:
@@ -86,39 +74,46 @@ def check_tree(head: Head, model: PreTrainedModel, exact: Exact) -> None:
 def check_long(head: Head, model: PreTrainedModel, exact: Exact) -> None:
     """Logits at chains and trees along 200 tokens, of a head that is told of one to thirty tokens at a time."""
     head.bind(Scorer(model))
-    sequence, told, states = head.open(FullCache()), 0, _states(head, model, LONG)
+    sequence, told, states = head.open(FullCache()), 0, states_of(head, model, LONG)
     for end in (3, 4, 7, 17, 46, 47, 60, 90, 119, 120, 150, 180, 199, 200):
         head.record(sequence, LONG[: end + 1], told, states[told:end])
         told = end
         _check_here(head, [sequence], [LONG[: end + 1].tolist()], exact)
 
 
-def _states(head: Head, model: PreTrainedModel, tokens: np.ndarray) -> torch.Tensor:
+def states_of(head: Head, model: PreTrainedModel, tokens: np.ndarray) -> torch.Tensor:
+    """The target's states that a head reads, of every token."""
     found = model(torch.from_numpy(tokens[None]), output_hidden_states=True).hidden_states
     return torch.cat([found[layer][0] for layer in head.layers], -1)
 
 
 def _check_here(head: Head, sequences: list[HeadSequence], tokens: list[list[int]], exact: Exact) -> None:
     growths, logits = head.start(sequences)
-    for row, own in zip(logits, tokens, strict=True):
-        check_equal(head, row, exact(own, len(own) - 1))
-    check_branches(head, growths, tokens, exact)
+
+    def check(row: int, node: int, path: tuple[int, ...], found: torch.Tensor) -> None:
+        check_equal(found, exact([*tokens[row], *path], len(tokens[row]) - 1))
+
+    for row, found in enumerate(logits):
+        check(row, 0, (), found)
+    grow(head, growths, BRANCHES, check, min(3, head.levels - 1))
 
 
-def check_branches(head: Head, growths: list[Growth], tokens: Sequence[list[int]], exact: Exact) -> None:
-    numbers: list[dict[tuple[int, ...], int]] = [{(): 0} for _ in growths]
-    for depth in range(min(3, head.levels - 1)):
-        level = list(dict.fromkeys(tuple(branch[: depth + 1]) for branch in BRANCHES if len(branch) > depth))
-        parents = [[own[path[:-1]] for path in level] for own in numbers]
-        logits = head.extend(growths, parents, [[path[-1] for path in level]] * len(growths))
-        rows = iter(logits)
-        for own, sequence in zip(numbers, tokens, strict=True):
-            for path in level:
-                own[path] = len(own)
-                check_equal(head, next(rows), exact([*sequence, *path], len(sequence) - 1))
+def grow(
+    head: Head, growths: Sequence[Growth], branches: Sequence[Sequence[int]], check: Callable[..., None], depth: int = 3
+) -> None:
+    """Extend every growth by the tree of these branches; ``check`` gets its row, node, path and logits."""
+    nodes: dict[tuple[int, ...], int] = {(): 0}
+    for end in range(1, depth + 1):
+        level = list(dict.fromkeys(tuple(branch[:end]) for branch in branches if len(branch) >= end))
+        parents, tokens = [nodes[path[:-1]] for path in level], [path[-1] for path in level]
+        logits = head.extend(growths, [parents] * len(growths), [tokens] * len(growths))
+        nodes |= {path: len(nodes) + number for number, path in enumerate(level)}
+        for row, own in enumerate(logits.split(len(level))):
+            for path, found in zip(level, own, strict=True):
+                check(row, nodes[path], path, found)
 
 
-def check_equal(head: Head, found: torch.Tensor, expected: torch.Tensor) -> None:
+def check_equal(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Logits equal within the rounding of rotary angles, which are of float32 in a head."""
     assert found.shape == expected.shape
     assert torch.allclose(found, expected, atol=1e-3), (found - expected).abs().max()

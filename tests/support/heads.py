@@ -1,7 +1,7 @@
 """Random heads in folders, as other programs write them, and a head that knows what comes."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -372,6 +372,24 @@ class OracleHead(Head):
         return logits
 
 
+def one_by_one(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors with each expert's matrices apart, as files of DeepSeek and Qwen3-Next have them."""
+    found: dict[str, torch.Tensor] = {}
+    for name, weight in tensors.items():
+        owner, _, leaf = name.rpartition(".")
+        if leaf not in ("gate_up_proj", "down_proj") or not owner.endswith("experts"):
+            found[name] = weight
+            continue
+        parts = (
+            {leaf: weight}
+            if leaf == "down_proj"
+            else dict(zip(("gate_proj", "up_proj"), weight.chunk(2, 1), strict=True))
+        )
+        for part, rows in parts.items():
+            found |= {f"{owner}.{e}.{part}.weight": rows[e].clone() for e in range(len(rows))}
+    return found
+
+
 def mtp_target(
     folder: Path, count: int, dtype: torch.dtype = torch.float64, kind: str = "deepseek_v3"
 ) -> PreTrainedModel:
@@ -387,22 +405,9 @@ def mtp_target(
     for name, weight in heads.layers.state_dict().items():
         number, _, rest = name.partition(".")
         rest = rest.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
-        for key, part in _as_stored(rest, weight.double()):
-            tensors[f"model.layers.{first + int(number)}.{key}"] = part.contiguous()
+        tensors |= one_by_one({f"model.layers.{first + int(number)}.{rest}": weight.double()})
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with quiet():
         model = type(whole).from_pretrained(folder, dtype=dtype, experts_implementation="eager").eval()
     model._keys_to_ignore_on_load_unexpected = {rf"model\.layers\.[{first}-9].*"}  # real ones name their own numbers
     return model
-
-
-def _as_stored(name: str, weight: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Experts lie one by one in files."""
-    if "mlp.experts.gate_up_proj" in name:
-        halves = ("gate_proj", weight.chunk(2, 1)[0]), ("up_proj", weight.chunk(2, 1)[1])
-        return [
-            (name.replace("gate_up_proj", f"{e}.{part}.weight"), each[e]) for part, each in halves for e in range(4)
-        ]
-    if "mlp.experts.down_proj" in name:
-        return [(name.replace("down_proj", f"{e}.down_proj.weight"), weight[e]) for e in range(4)]
-    return [(name, weight)]

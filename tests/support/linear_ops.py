@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
 
@@ -23,8 +24,18 @@ from forerun.kernels.linear.rowwise import SILU
 from forerun.kernels.runtime import executor
 
 
-def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+def numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def fma32(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """``a * b + c`` of float32, rounded once: in float64 the product is exact, and the sum is rounded to odd."""
+    product, c = a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)
+    total = product + c
+    part = total - product
+    lost = (product - (total - part)) + (c - part)
+    even = (np.ascontiguousarray(total).view(np.int64) & 1) == 0
+    return np.where((lost != 0) & even, np.nextafter(total, np.copysign(np.inf, lost)), total).astype(np.float32)
 
 
 def layer(

@@ -1,7 +1,7 @@
 """A mock target, the slow oracle, and the engine's loop over them: what tests of verification and drafters share."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,9 @@ from forerun.core.block import Block, RowScores
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, Sampler, gumbel
 from forerun.core.tree import ROOT, DraftTree
-from forerun.core.verify import Outcome, verify
+from forerun.core.verify import Outcome, Verdict, verify
 from forerun.decoding.proposals import propose
-from forerun.decoding.row import Row
+from forerun.decoding.row import Row, RowState
 from forerun.decoding.source import Limit, Source
 from forerun.kv.cache import Cache
 
@@ -135,6 +135,37 @@ class Silent(Source):
 
     def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
         return [DraftTree.empty()] * len(rows)
+
+
+class RowByRow(Source):
+    """Drafts for each row by itself."""
+
+    def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
+        return [self.draft(row.request, limit.nodes) for row, limit in zip(rows, limits, strict=True)]
+
+    def draft(self, request: Request, budget: int) -> DraftTree:
+        raise NotImplementedError
+
+
+class Told(Silent):
+    """Tells when a row begins here and when it ends; it proposes nothing."""
+
+    def __init__(self, begins: Callable[[Row], Any] | None, ends: Callable[[Row], Any]) -> None:
+        self.begins, self.ends = begins or (lambda row: None), ends
+
+    def open(self, row: Row) -> RowState:
+        self.begins(row)
+        state = RowState()
+        state.close = lambda: self.ends(row)
+        return state
+
+
+def gullible(tree: DraftTree, logits: torch.Tensor, request: Request, told: object = None) -> Verdict:
+    """In the place of ``verify``: accepts wrong drafts from the fifth token on."""
+    if not len(tree) or len(request.generated) < 4:
+        return verify(tree, logits, request)
+    request.append(int(tree.tokens[0]))
+    return Verdict([0], [int(tree.tokens[0])])
 
 
 def opened(source: Source, request: Request, cache: Cache | None = None) -> Row:

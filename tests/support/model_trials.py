@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from forerun.models.forward.architecture import known_on_gpu
 from forerun.models.forward.compiled_scorer import CompiledScorer
 from forerun.models.forward.exactness import probe
 from forerun.models.forward.inputs import position_limit
-from forerun.models.forward.scorer import use_implementations
 from support import compiled_models, tiny
 
 sys.path += [str(Path(__file__).parents[1] / folder) for folder in ("models", "tensor_parallel")]
@@ -81,18 +79,6 @@ def _compiled(name: str) -> Variant:
     return Variant(name, compiled_models.EVERY[name][0], make, make)
 
 
-@contextlib.contextmanager
-def as_texts_are_chosen(variant: Variant, model: PreTrainedModel) -> Iterator[None]:
-    """Let transformers compute all in float64; its grouped products of experts do not on a CPU."""
-    with contextlib.ExitStack() as stack:
-        if variant.name in tiny.HYBRIDS:
-            from test_hybrids import in_float64
-
-            stack.enter_context(in_float64(model))
-        stack.enter_context(use_implementations(model, experts="eager"))
-        yield
-
-
 def look(variant: Variant) -> dict[str, str]:
     """Return its type, its path in float32 on a CPU, and its path on a GPU."""
     model = variant.make().float()
@@ -111,14 +97,10 @@ def bits(variant: Variant, dtype: torch.dtype) -> str:
 def texts(variant: Variant) -> dict[str, str]:
     """Greedy in float64: whether texts are those of ``transformers`` with a trie and with a draft model, and those of
     one engine with keys and values from a store, or off the device."""
-    model, deeper, plain = variant.make(), variant.deeper(), list[list[int]]()
+    model, deeper = variant.make(), variant.deeper()
     limit = position_limit(model)
     long = limit is None or limit >= len(BOOK) + 2 + GREEDY["max_new_tokens"]
-    with as_texts_are_chosen(variant, model):
-        for prompt in tiny.PROMPTS:
-            ids = torch.tensor([prompt])
-            text = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **GREEDY)
-            plain.append(text[0].tolist())
+    plain = tiny.texts_in_float64(model, **GREEDY)
     return {
         "trie": told(lambda: _drafted(model, "trie", plain)),
         "draft model": told(lambda: _drafted(model, "triforce", plain)),
@@ -172,7 +154,7 @@ def _offloaded(model: PreTrainedModel) -> bool | None:
 
 
 def refusals() -> dict[str, str]:
-    return {name: _refusal(tiny.build(*each, seed=3)) for name, each in tiny.REFUSED.items()}
+    return {name: _refusal(tiny.build(*each[:2], seed=3)) for name, each in tiny.REFUSED.items()}
 
 
 def _refusal(model: PreTrainedModel) -> str:

@@ -1,10 +1,17 @@
 """For tests that start processes."""
 
 import faulthandler
+import mmap
 import os
 import signal
 import traceback
 from collections.abc import Callable
+from pathlib import Path
+
+
+def resident() -> int:
+    """Bytes of this process's memory that are not swapped out or given back."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def heed_interrupts() -> None:

@@ -1,7 +1,5 @@
 """Random models of Qwen's families with an MTP layer, in files with the tensors' real names."""
 
-import json
-from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 
@@ -10,6 +8,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from support.heads import one_by_one
+from support.saved_models import change
 from support.tiny import HYBRIDS, build
 
 FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
@@ -38,25 +38,6 @@ def mtp_tensors(model: PreTrainedModel, seed: int = 7) -> dict[str, torch.Tensor
     }
 
 
-def one_by_one(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors with each expert's matrices apart, as Qwen3-Next's files have them."""
-    found: dict[str, torch.Tensor] = {}
-    for name, weight in tensors.items():
-        owner, _, leaf = name.rpartition(".")
-        if leaf not in ("gate_up_proj", "down_proj") or not owner.endswith("experts"):
-            found[name] = weight
-            continue
-        parts = (
-            {leaf: weight}
-            if leaf == "down_proj"
-            else dict(zip(("gate_proj", "up_proj"), weight.chunk(2, 1), strict=True))
-        )
-        found |= {
-            f"{owner}.{e}.{part}.weight": rows[e].clone() for part, rows in parts.items() for e in range(len(rows))
-        }
-    return found
-
-
 def qwen_target(folder: Path, family: str, dtype: torch.dtype = torch.float64) -> PreTrainedModel:
     """A random target with an MTP layer, loaded from its folder.
 
@@ -80,9 +61,3 @@ def qwen_target(folder: Path, family: str, dtype: torch.dtype = torch.float64) -
 
 def reload(folder: Path, model_class: type[PreTrainedModel], dtype: torch.dtype) -> PreTrainedModel:
     return model_class.from_pretrained(folder, dtype=dtype, experts_implementation="eager").eval()
-
-
-def change(folder: Path, **entries: object) -> None:
-    """Change a folder's configuration."""
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | entries))

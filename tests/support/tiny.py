@@ -2,20 +2,27 @@
 
 import copy
 import functools
-from collections.abc import Sequence
+import inspect
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from string import ascii_letters
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from forerun import DraftTree, Limit, Row, Source
+from forerun import DraftTree
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.decoding.recipes import RECIPES
+from forerun.models.forward.scorer import use_implementations
+from support.mocks import RowByRow
 
 VOCABULARY = 48
 EOS = 5
@@ -192,29 +199,42 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
 _LIKE_GPTJ: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 128}
 _INDEXED: dict[str, Any] = {**_LATENT_ROUTED, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 16}
 _MAMBA1: dict[str, Any] = {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1}
-REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "bert": ("BertLMHeadModel", {"is_decoder": False}), "bloom": ("BloomForCausalLM", {"n_layer": 2, "n_head": 4}),
-    "codegen": ("CodeGenForCausalLM", _LIKE_GPTJ), "deepseek_v32": ("DeepseekV32ForCausalLM", _INDEXED),
-    "deepseek_v4": ("DeepseekV4ForCausalLM", {}), "diffllama": ("DiffLlamaForCausalLM", {}),
-    "doge": ("DogeForCausalLM", {}), "falcon": ("FalconForCausalLM", {}),
-    "falcon, ALiBi": ("FalconForCausalLM", {"alibi": True}), "falcon_mamba": ("FalconMambaForCausalLM", {}),
-    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", _INDEXED),
-    "gpt_neo": ("GPTNeoForCausalLM", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}),
-    "gptj": ("GPTJForCausalLM", _LIKE_GPTJ),
-    "jamba": ("JambaForCausalLM", {**_MAMBA1, "num_experts": 4, "expert_layer_period": 2}),
-    "llama4": (
-        "Llama4ForCausalLM", {**_EXPERTS, "head_dim": 8, "intermediate_size_mlp": 48, "attention_chunk_size": 16}),
-    "mamba": ("MambaForCausalLM", {}),
-    "minimax": (
-        "MiniMaxForCausalLM", {**_EXPERTS, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]}),
-    "mpt": ("MptForCausalLM", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128}),
-    "recurrent_gemma": ("RecurrentGemmaForCausalLM", {"num_hidden_layers": 3, "lru_width": 32}),
-    "rwkv": ("RwkvForCausalLM", {"attention_hidden_size": 32, "context_length": 128}),
-    "t5": ("T5ForConditionalGeneration", {"d_model": 32, "num_layers": 2, "num_heads": 4, "d_ff": 48}),
-    "xglm": ("XGLMForCausalLM", {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}),
-    "xlstm": ("xLSTMForCausalLM", {"num_blocks": 2}),
+_ALIBI = "its positions are encoded by ALiBi, a bias on every score"
+_NO_KERNEL = "its layers are recurrent, and there is no kernel for "
+_OWN = "its attention does not go through transformers' attention interface"
+_SCAN = _NO_KERNEL + "Mamba-1's selective scan"
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "bert": ("BertLMHeadModel", {"is_decoder": False}, "its logits over a draft tree differ from its own"),
+    "bloom": ("BloomForCausalLM", {"n_layer": 2, "n_head": 4}, _ALIBI),
+    "codegen": ("CodeGenForCausalLM", _LIKE_GPTJ, _OWN),
+    "deepseek_v32": ("DeepseekV32ForCausalLM", _INDEXED, "type ['indexed_attention']"),
+    "deepseek_v4": ("DeepseekV4ForCausalLM", {}, "type ['heavily_compressed_attention']"),
+    "diffllama": ("DiffLlamaForCausalLM", {}, "its logits over a draft tree differ from its own"),
+    "doge": ("DogeForCausalLM", {}, "this model's attention builds its mask itself"),
+    "falcon": ("FalconForCausalLM", {}, _OWN), "falcon, ALiBi": ("FalconForCausalLM", {"alibi": True}, _ALIBI),
+    "falcon_mamba": ("FalconMambaForCausalLM", {}, _SCAN),
+    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", _INDEXED, "type ['indexed_attention']"),
+    "gpt_neo": ("GPTNeoForCausalLM",
+        {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]}, _OWN),
+    "gptj": ("GPTJForCausalLM", _LIKE_GPTJ, _OWN),
+    "jamba": ("JambaForCausalLM", {**_MAMBA1, "num_experts": 4, "expert_layer_period": 2}, _SCAN),
+    "llama4": ("Llama4ForCausalLM",
+        {**_EXPERTS, "head_dim": 8, "intermediate_size_mlp": 48, "attention_chunk_size": 16},
+        "type ['chunked_attention']"),
+    "mamba": ("MambaForCausalLM", {}, _SCAN),
+    "minimax": ("MiniMaxForCausalLM",
+        {**_EXPERTS, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
+        "type ['linear_attention']"),
+    "mpt": ("MptForCausalLM", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128}, _ALIBI),
+    "recurrent_gemma": (
+        "RecurrentGemmaForCausalLM", {"num_hidden_layers": 3, "lru_width": 32}, "type ['linear_attention']"),
+    "rwkv": ("RwkvForCausalLM", {"attention_hidden_size": 32, "context_length": 128}, _NO_KERNEL),
+    "t5": ("T5ForConditionalGeneration", {"d_model": 32, "num_layers": 2, "num_heads": 4, "d_ff": 48},
+        "it is an encoder-decoder"),
+    "xglm": ("XGLMForCausalLM", {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4}, _OWN),
+    "xlstm": ("xLSTMForCausalLM", {"num_blocks": 2}, _NO_KERNEL),
 }  # fmt: skip
-"""Models that the gate refuses, with the reasons on the page of models."""
+"""Models that the gate refuses, each with a part of the reason."""
 
 
 @functools.cache
@@ -232,6 +252,40 @@ def build(class_name: str, extra: dict[str, Any], seed: int) -> PreTrainedModel:
     shape = {**_GPT2, "pad_token_id": 0, "bos_token_id": 1} if like_gpt2 else {**_SHAPE, **extra}
     torch.manual_seed(seed)
     return model_class(model_class.config_class(**shape)).double().eval()
+
+
+RECURRENCES = re.compile("torch_(chunk|recurrent)_gated_delta_rule|mamba2_(chunk|selective).*|.*_kimi_delta_attention")
+
+
+@contextmanager
+def in_float64(model: PreTrainedModel) -> Iterator[None]:
+    """A context in which transformers computes all of a float64 model in float64 on a CPU.
+
+    Its recurrences compute in float32: here without these casts. Its grouped products of experts take no float64.
+    """
+    module = sys.modules[type(model).__module__]
+    with pytest.MonkeyPatch.context() as patch, use_implementations(model, experts="eager"):
+        for name in filter(RECURRENCES.fullmatch, list(vars(module))):
+            patch.setattr(module, name, _without_casts(module, name))
+        yield
+
+
+def _without_casts(module: Any, name: str) -> Any:
+    function = inspect.unwrap(getattr(module, name))
+    source = inspect.getsource(function).partition("def ")[2]
+    source = source.replace(".float()", "").replace("torch.float32", "torch.float64")
+    limited = ("zamba2", "nemotron_h")  # transformers limits dt in its form for whole texts only
+    if name == "mamba2_selective_state_update" and module.__name__.endswith(limited):
+        source = source.replace("dt = F.softplus(dt)", "dt = F.softplus(dt).clamp(min=0.001)")
+    names = dict(vars(module))
+    exec("def " + source, names)
+    return names[name]
+
+
+def texts_in_float64(model: PreTrainedModel, **options: Any) -> list[list[int]]:
+    """Each of ``PROMPTS`` with what transformers generates after it."""
+    with in_float64(model):
+        return [[*prompt, *by_transformers(model, prompt, **options)] for prompt in PROMPTS]
 
 
 def by_transformers(model: PreTrainedModel, prompt: Sequence[int], **options: Any) -> list[int]:
@@ -259,16 +313,13 @@ PROMPTS = ([7, 9, 11, 7, 9], [20, 21, 22, 23, 20, 21, 22, 8, 8, 30, 31, 20], [12
 """Three ragged prompts."""
 
 
-class OracleDrafter(Source):
+class OracleDrafter(RowByRow):
     """Drafts the right continuation to a random depth, among wrong siblings: some steps accept all, some nothing."""
 
     def __init__(self, texts: Sequence[Sequence[int]]) -> None:
         self.texts = [np.array(text) for text in texts]
 
-    def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
-        return [self._draft(row.request, limit.nodes) for row, limit in zip(rows, limits, strict=True)]
-
-    def _draft(self, request: Request, budget: int) -> DraftTree:
+    def draft(self, request: Request, budget: int) -> DraftTree:
         rng = np.random.default_rng([len(request), request.prompt_length])
         start, right = len(request), self._text(request)
         branches = []

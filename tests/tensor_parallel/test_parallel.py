@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import pytest
-from support import rank as ranks
+import rank as ranks
 from support.tiny import PROMPTS, tiny
 from typer.testing import CliRunner
 

@@ -11,19 +11,23 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from support.mocks import RowByRow
+from support.processes import fork
+from support.tiny import PROMPTS, tiny
 from transformers import AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.distributed import DistributedConfig
 
 import forerun
-from forerun import DraftTree, Engine, Limit, Row, Source
+from forerun import DraftTree, Engine
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.kv.full_cache import FullCache
@@ -33,7 +37,6 @@ from forerun.models.forward.runtime import Runtime, default_runtime, runtime_as_
 from forerun.models.forward.scorer import Scorer
 from forerun.policy.cost_curve import CostCurve
 from forerun.trie.recycled import NO_ROWS
-from support.tiny import PROMPTS, tiny
 
 SMALL = "qwen2"
 """Drafts for the other models; its vocabulary is theirs."""
@@ -66,13 +69,10 @@ def told(result: forerun.GenerationResult) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class Wary(Source):
+class Wary(RowByRow):
     """Drafts on rank 0 only."""
 
-    def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
-        return [self._draft(row.request, limit.nodes) for row, limit in zip(rows, limits, strict=True)]
-
-    def _draft(self, request: Request, budget: int) -> DraftTree:
+    def draft(self, request: Request, budget: int) -> DraftTree:
         assert not dist.is_initialized() or dist.get_rank() == 0, "another rank drafts"
         return DraftTree.chain(request.tokens[-3:])
 
@@ -204,27 +204,16 @@ def interrupted(model: PreTrainedModel) -> dict[str, Any]:
     """Ctrl-C at rank 0, between two passes."""
 
     class Interrupting(Wary):
-        def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
-            return [self._draft(row.request, limit.nodes) for row, limit in zip(rows, limits, strict=True)]
-
-        def _draft(self, request: Request, budget: int) -> DraftTree:
+        def draft(self, request: Request, budget: int) -> DraftTree:
             if len(request.generated) > 3:
                 raise KeyboardInterrupt
-            return super()._draft(request, budget)
+            return super().draft(request, budget)
 
     try:
         Engine(model, Interrupting(), prune_drafts=False).generate(PROMPTS, max_new_tokens=80)
     except forerun.GenerationInterrupted as error:
         return {"generated": error.result.generated}
     return {}
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def hang() -> None:
-    time.sleep(30)
 
 
 def fail() -> None:
@@ -234,9 +223,10 @@ def fail() -> None:
 CASES: dict[str, Callable[[PreTrainedModel], dict[str, Any]]] = {
     "decided": decided, "beginnings": beginnings, "sharded logits": sharded_logits, "measured": measured,
     "unsayable": unsayable, "refused": refused, "heads": heads, "interrupted": interrupted,
-    "rank 0 dies": lambda model: lost(model, 0, die), "rank 1 dies": lambda model: lost(model, 1, die),
-    "rank 1 hangs": lambda model: lost(model, 1, hang), "rank 1 fails": lambda model: lost(model, 1, fail),
-    "rank 0 fails": lambda model: lost(model, 0, fail),
+    "rank 0 dies": lambda model: lost(model, 0, lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    "rank 1 dies": lambda model: lost(model, 1, lambda: os.kill(os.getpid(), signal.SIGKILL)),
+    "rank 1 hangs": lambda model: lost(model, 1, lambda: time.sleep(30)),
+    "rank 1 fails": lambda model: lost(model, 1, fail), "rank 0 fails": lambda model: lost(model, 0, fail),
 }  # fmt: skip
 FOLDER = Path()
 
@@ -267,7 +257,7 @@ def fixed_runtime() -> Runtime:
     return Runtime(lambda: 0.0, lambda scorer: CostCurve.linear(24), probe, static_lists=lambda scorer: NO_ROWS)
 
 
-def main(name: str, cases: list[str], rank: int, port: int, out: Path) -> None:
+def main(name: str, cases: list[str], rank: int, port: int, out: Path) -> bool:
     """One rank: run all cases with one model."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     os.environ["MASTER_PORT"] = str(port)
@@ -277,28 +267,13 @@ def main(name: str, cases: list[str], rank: int, port: int, out: Path) -> None:
         for case in cases:
             file.write(json.dumps([case, run(case, model)]) + "\n")
             file.flush()
+    return True
 
 
 def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
-
-
-def fork(work: Callable[[], None]) -> int:
-    """A process that does some work, and no more than that."""
-    process = os.fork()
-    if process:
-        return process
-    try:
-        work()
-        os._exit(0)
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        os._exit(1)
 
 
 def wait(processes: list[int]) -> None:
@@ -317,9 +292,5 @@ if __name__ == "__main__":
     for number, group in enumerate(sys.argv[2:]):
         name, *cases = group.split(",")
         port = free_port()
-        wait(
-            [
-                fork(lambda rank=rank: main(name, cases, rank, port, FOLDER / f"{number}-{rank}.jsonl"))  # noqa: B023
-                for rank in range(2)
-            ]
-        )
+        files = [FOLDER / f"{number}-{rank}.jsonl" for rank in range(2)]
+        wait([fork(partial(main, name, cases, rank, port, files[rank])) for rank in range(2)])
