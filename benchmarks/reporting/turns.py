@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 from forerun.bench.journal import Journal, about
 from forerun.bench.rounds import rotated
 
-K, T = TypeVar("K"), TypeVar("T")
+K = TypeVar("K")
+T = TypeVar("T")
 BENCHMARKS = Path(__file__).parents[1]
 """The benchmarks' sources: turns of a journal are comparable only if these are unchanged."""
 
