@@ -180,7 +180,8 @@ class AdaptivePlanner(Planner):
         return self._choice or self._measure()
 
     def _measure(self) -> Choice:
-        costs, small = self._runtime.costs(self._model), self._small and self._runtime.costs(self._small)
+        costs = self._runtime.costs(self._model)
+        small = None if self._small is None else self._runtime.costs(self._small)
         draft, costly = self._draft, self.costly
         self._doubtful = costs.doubtful or (small is not None and small.doubtful)
         if small is not None and small.unit and costs.unit:

@@ -116,8 +116,10 @@ class TreePruner:
         depths, none = [left - 1 for left in shape.left], [0] * len(trees)
         rows = np.array([begins, *([*each, 0] for each in (depths, states, shape.cached, shape.pending, none))])
         passes, looks = table.curves(shape.tokens + size + 1)
-        given = rows, self._vocabulary, passes, looks, shape.tokens, fixed, slope, np.array(values), slack
-        found = prune(*self._addresses(), *given)
+        nodes, groups = self._addresses()
+        found = prune(
+            nodes, groups, rows, self._vocabulary, passes, looks, shape.tokens, fixed, slope, np.array(values), slack
+        )
         return PrunedTrees(list(map(self._part, trees, rows[KEPT].tolist(), begins)), *found)
 
     def _addresses(self) -> tuple[int, int]:
