@@ -632,7 +632,7 @@ RECIPES = ["none", "trie", "triforce", "triforce-auto", "streaming", "low-rank",
 def test_a_request_states_its_bytes_before_it_is_admitted(drafter):
     how = LongContextConfig(cache_budget=256, gamma1=3, gamma2=6, paced=False, draft_model=tiny("qwen2"), window=60)
     one = Engine(tiny("llama"), drafter, settings=how, prune_drafts=False)
-    request = Request(prompt(1500), 60)
+    request = Request(prompt(1000), 30)
     with one.batch() as batch:
         stated = batch.needs(request)
         full = FullCache(batch.tokens(request)).needs(one.target.kv, 0)

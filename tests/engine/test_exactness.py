@@ -32,7 +32,7 @@ from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.decoding.recipes import RECIPES
 
-NEW_TOKENS, MORE_TOKENS = 16, 24
+NEW_TOKENS, MORE_TOKENS = 12, 24
 """Of each text, and of those of the matrix."""
 LONGER = {"lookup": 36}
 """For drafters that know nothing but the text itself, which has to repeat itself."""

@@ -1,5 +1,6 @@
 """GPTQ's and AWQ's folders: the numbers that their own programs multiply by, by a reference that packs bit by bit."""
 
+import copy
 from pathlib import Path
 
 import numpy as np
@@ -116,7 +117,7 @@ def test_the_model_is_like_any_other(tmp_path):
 
 def test_experts_are_dequantised_too(tmp_path):
     model = tiny("mixtral")
-    config = model.config
+    config = copy.deepcopy(model.config)
     config.vocab_size, config.eos_token_id = len(small_tokenizer()), 7
     expected = write(tmp_path, type(model)(config), "awq", 4, 16)
     loaded, _ = load(str(tmp_path), "float32")

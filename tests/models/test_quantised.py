@@ -1,5 +1,6 @@
 """A folder's weights quantised once: the bits of gguf's quantiser, one file, the same text with and without drafts."""
 
+import copy
 import logging
 import os
 from pathlib import Path
@@ -106,7 +107,7 @@ def test_rows_that_are_no_whole_blocks_are_refused_by_name(tmp_path, monkeypatch
 
 
 def test_experts_are_quantised_too(folder):
-    config = tiny("mixtral").config
+    config = copy.deepcopy(tiny("mixtral").config)
     config.vocab_size, config.eos_token_id = len(small_tokenizer()), 7
     config.hidden_size, config.intermediate_size, config.head_dim = 64, 96, None
     moe = type(tiny("mixtral"))(config)
