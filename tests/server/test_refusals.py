@@ -85,7 +85,8 @@ ROWS: list[tuple[str, Json, str | None, str]] = [
     )),
     (TEXTS, grammar("regex", ""), "response_format.regex.regex", "at least 1"),
     *((CHATS, change, param, said) for change, param, said in (
-        (schema(UNKEEPABLE), "response_format", ""), ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", ""),
+        (schema(UNKEEPABLE), "response_format", "cannot be enforced"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", ""),
         ({"max_tokens": 65}, "max_tokens", ""), ({"max_completion_tokens": 65}, "max_completion_tokens", ""),
         ({"continue_final_message": True}, "continue_final_message", "turn at the end"),
         ({"messages": [USER] * (MAX_TURNS + 1)}, "messages", f"{MAX_TURNS:,} are the most"),
@@ -118,7 +119,7 @@ ROWS: list[tuple[str, Json, str | None, str]] = [
         ({"input": [{"role": "user", "content": [{"type": "input_smell"}]}]}, "input.0.content.0", "must be text"),
         ({"input": [USER] * (MAX_TURNS + 1)}, "input", f"{MAX_TURNS:,} are the most"), ({"input": []}, "input", ""),
         ({"inputs": "x"}, "inputs", "did you mean input?"), ({"max_output_tokens": 0}, "max_output_tokens", ""),
-        ({"text": {"format": {"type": "json_schema", "name": "n", "schema": UNKEEPABLE}}}, "text.format", ""),
+        ({"text": {"format": {"type": "json_schema", "name": "n", "schema": UNKEEPABLE}}}, "text.format", "enforced"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", ""),
         ({"tools": [{}]}, "tools.0", "tools.0: a tool needs a type"),
         ({"tools": [None]}, "tools.0", "tools.0: input should be a valid dictionary"),
@@ -134,7 +135,11 @@ ROWS: list[tuple[str, Json, str | None, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("address", "change", "param", "said"), ROWS, ids=lambda told: told if told in BASES else "")
+@pytest.mark.parametrize(
+    ("address", "change", "param", "said"),
+    ROWS,
+    ids=lambda told: told if isinstance(told, str) and told in BASES else "",
+)
 def test_what_is_wrong_is_named(server, address, change, param, said):
     body = json.dumps({"model": "bundled", **BASES[address], **change})
     answer = server.http.post(f"/v1/{address}", content=body, headers={"content-type": "application/json"})

@@ -370,7 +370,7 @@ def test_a_client_or_a_listener_that_fails_stops_nobody(servers):
     ticket = one.scheduler.submit(one.request(prompt(9)), good.on_commit, fail)
     one.submit(other)
     assert (deaf.wait(), other.wait()) == ("cancelled", "finished")
-    assert ticket.ending == "finished" and len(good.tokens) == 12 and one.scheduler.ready
+    assert ticket.ending == "finished" and good.tokens and one.scheduler.ready
 
 
 def test_the_end_does_not_wait_for_a_step_without_end(monkeypatch):
