@@ -1,5 +1,6 @@
 """Shortlists: the logits of their tokens are those of the whole matrix, and they hold what was named last."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -151,7 +152,7 @@ def test_a_head_with_a_vocabulary_of_its_own_keeps_it(tmp_path):
 def test_all_products_of_heads_are_those_of_our_kernels(name, tmp_path, monkeypatch):
     """As the target's are: torch multiplies none."""
     head, model = HEADS[name](tmp_path)
-    head.bind(Scorer(model.float()))
+    head.bind(Scorer(copy.deepcopy(model).float()))
     taken, by_kernel = [], ordered_modules._product
 
     def product(*args: Any) -> torch.Tensor | None:
@@ -165,7 +166,6 @@ def test_all_products_of_heads_are_those_of_our_kernels(name, tmp_path, monkeypa
     head.record(sequence, TEXT[:19], 0, torch.cat(layers, -1))
     growths, _ = head.start([sequence])
     head.extend(growths, [[0, 0]], [[3, 4]])
-    model.double()
     assert len(taken) > 5 and all(taken)
 
 

@@ -251,7 +251,7 @@ def build(class_name: str, extra: dict[str, Any], seed: int) -> PreTrainedModel:
     like_gpt2 = class_name == "GPT2LMHeadModel"
     shape = {**_GPT2, "pad_token_id": 0, "bos_token_id": 1} if like_gpt2 else {**_SHAPE, **extra}
     torch.manual_seed(seed)
-    with torch.inference_mode(False):  # a test in that mode may be the first to want a model that others train
+    with torch.inference_mode(False):  # a test in that mode may be the first to want a model that others share
         return model_class(model_class.config_class(**shape)).double().eval()
 
 
