@@ -115,6 +115,7 @@ class StepSeconds:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
+        """Count the time in the context as prefill."""
         began = time.perf_counter()
         try:
             yield

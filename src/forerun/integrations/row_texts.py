@@ -37,6 +37,7 @@ class RowText:
 
     @property
     def added(self) -> IntArray:
+        """The new tokens, int64."""
         return self.text[len(self.text) - self.new :].astype(np.int64)
 
 
