@@ -70,6 +70,8 @@ class SimulatedSampler(Sampler):
     vocabulary: int = 2
     level: int = 0
 
+    divisor = None  # no pass can choose
+
     def choose(self, scores: torch.Tensor, position: int, salt: Salt = Salt.TARGET) -> int:
         """See ``Sampler.choose``; ignores the scores."""
         token = int(uniform(self.seed, position, Salt.TARGET) * self.vocabulary)

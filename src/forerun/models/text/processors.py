@@ -110,7 +110,8 @@ def _in_turn(processors: Sequence[Any]) -> Processor | None:
     if not processors:
         return None
     kinds = (all(_among(names, each) for each in processors) for names in (ROWWISE, ANYWHERE, NAMELESS))
-    return InTurn(tuple(processors), *kinds)
+    divides = len(processors) == 1 and _among(frozenset({"TemperatureLogitsWarper"}), processors[0])
+    return InTurn(tuple(processors), *kinds, processors[0].temperature if divides else None)
 
 
 def _among(names: frozenset[str], processor: Any) -> bool:
