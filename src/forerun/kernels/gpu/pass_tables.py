@@ -291,7 +291,7 @@ def _write(
                 _write_own(parents[node : node + nodes], i - pending, base, end, own[at, : end - base + depth])
         for i in range(nodes + 1):
             wanted[output + i] = token + pending - 1 + i
-        noise[output] = cuts[row, 7:]
+        noise[output, 0], noise[output, 1] = cuts[row, 7], cuts[row, 8]
         rows[row, 0], rows[row, 1], rows[row, 2] = token, count, first
         for number in range(cuts[row, 5]):
             tiles[first + number, 0], tiles[first + number, 1] = row, number
