@@ -35,7 +35,7 @@ def host_code() -> Iterator[None]:
     have no meaning."""
     from forerun.core import transfers, verify
     from forerun.decoding.sources import trie_source
-    from forerun.kernels.gpu import attend
+    from forerun.kernels.gpu import attend, token_choice
     from forerun.kv import retrieval
     from forerun.models.forward import cuda_graphs, gate
     from forerun.models.forward.scorer import Scorer
@@ -46,6 +46,7 @@ def host_code() -> Iterator[None]:
         stack.enter_context(mock.patch.object(Scorer, "rotation", lambda scorer: None))
         stack.enter_context(mock.patch.object(cuda_graphs, "Recorder", Idle))
         stack.enter_context(mock.patch.object(type(attend._scan), "__getitem__", lambda *_: lambda *_, **__: None))
+        stack.enter_context(mock.patch.object(token_choice, "choose", lambda logits, noise: logits.argmax(-1)))
         for module in (transfers, verify, trie_source, retrieval):
             stack.enter_context(mock.patch.object(module, "elsewhere", lambda tensor: True))
         yield

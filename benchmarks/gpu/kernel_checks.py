@@ -120,9 +120,7 @@ def attention_call(
     addresses = np.array([[[keys.data_ptr(), values.data_ptr()]]])
     strides = np.array([[[*keys.stride()[:2], *values.stride()[:2]]]])
     group, programs = q.shape[1] // len(keys), scan_programs(q.device, len(keys))
-    batch = PassDescription([block], addresses, strides, group, programs)
-    places = PassTables(batch.sizes, q.device, batch.aligned)
-    places.fill(batch)
+    places = PassTables.of(PassDescription([block], addresses, strides, group, programs), q.device)
     spec = AttentionSpec(q.shape[3] ** -0.5)
 
     def work(held: tuple[torch.Tensor, torch.Tensor] = (keys, values)) -> torch.Tensor:  # tables have addresses only

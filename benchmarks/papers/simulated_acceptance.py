@@ -64,6 +64,8 @@ class SimulatedSampler(Sampler):
     vocabulary: int = 2
     level: int = 0
 
+    divisor = None  # no pass can choose
+
     def choose(self, scores: torch.Tensor, position: int, salt: Salt = Salt.TARGET) -> int:
         token = int(uniform(self.seed, position, Salt.TARGET) * self.vocabulary)
         for level, agreement in enumerate(self.agreement[: self.level], 1):

@@ -17,7 +17,7 @@ from benchmarks.gpu import gpu_command, part_process
 from benchmarks.gpu.gpu_bench import GpuBench
 from benchmarks.gpu.gpu_command import GOALS, PART_SECONDS, reached
 from benchmarks.gpu.part_process import PARTS, measure, rows_file
-from benchmarks.gpu.parts import KernelEvent, kernel_rows
+from benchmarks.gpu.parts import KernelEvent, kernel_rows, padded
 
 
 def call(*arguments: object) -> Any:
@@ -54,6 +54,18 @@ def test_a_part_runs_at_its_smallest_size(name, tmp_path, monkeypatch):
         assert all(row["same_output"] == 1 for row in drafted) and {row["contestant"] for row in drafted} > {"none"}
     for goal in reached(name, rows):
         assert goal["wanted"] and goal["met"] in (True, False)
+
+
+def test_padded_products_are_the_library_s(monkeypatch):
+    """Every call has 64 rows, and zeros where there are no tokens."""
+    calls: list[int] = []
+    library = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, w: (calls.append(len(x)), library(x, w))[1])
+    x, weight = torch.randn(70, 32), torch.randn(16, 32)
+    for n in (1, 64, 70):
+        calls.clear()
+        torch.testing.assert_close(padded(x[:n], weight)[0], x[:n] @ weight.T)
+        assert calls == [64] * -(-n // 64)
 
 
 def test_a_line_of_json_as_each_part_ends(tmp_path):

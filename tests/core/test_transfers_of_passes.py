@@ -62,6 +62,19 @@ class ChainScorer(AwayScorer):
         return super().score_rows(known, caches)
 
 
+class ChoosingScorer(ChainScorer):
+    """Chooses inside the pass, by the blocks' noise."""
+
+    def score_rows(
+        self, blocks: Sequence[Block], caches: Sequence[TokenCache], states_of: Sequence[int] = ()
+    ) -> list[RowScores]:
+        choose = pytest.importorskip("forerun.kernels.gpu.token_choice", reason="Triton is not installed").choose
+        found = super().score_rows(blocks, caches)
+        noise = torch.tensor([block.noise for block in blocks])
+        best = there(choose(torch.cat([here(row.logits) for row in found]), noise))
+        return [row._replace(best=own) for row, own in zip(found, best.split(1), strict=True)]
+
+
 def tokens_of(tree: Any) -> tuple[list[int], list[int]]:
     return np.asarray(tree.tokens).tolist(), np.asarray(tree.parents).tolist()
 
@@ -113,12 +126,13 @@ def test_a_drafting_pass_takes_one_transfer_for_all_rows(method, enough, eos):
 @pytest.mark.parametrize("method", ["greedy", "coupled", "rejection"])
 @pytest.mark.parametrize("enough", [None, 0.4])
 @pytest.mark.parametrize("eos", [frozenset[int](), frozenset({0, 4})])
-def test_a_chain_stays_on_the_device_where_token_ids_may(method, enough, eos):
-    """The drafts are those of single steps. There is one transfer for the tokens that all rows still want; for three at
-    most, if chains may end early."""
+@pytest.mark.parametrize("scorer", [ChainScorer, ChoosingScorer])
+def test_a_chain_stays_on_the_device_where_token_ids_may(method, enough, eos, scorer):
+    """The drafts and their ``q`` are those of single steps, whether passes choose or not. There is one transfer for the
+    tokens that all rows still want; for three at most, if chains may end early."""
     here, passes, asked = drafting(MockScorer, mixed(method)[:-1], enough, eos)
     with Device() as device:
-        away, more, told = drafting(ChainScorer, mixed(method)[:-1], enough, eos)
+        away, more, told = drafting(scorer, mixed(method)[:-1], enough, eos)
     lengths = {len(tree) for tree in here}
     assert set(device.reads) == {"cpu"} and len(device.reads) < passes
     if enough is None and not eos:

@@ -55,8 +55,7 @@ def run(
     blocks = [block for _, block, _, _ in rows]
     addresses, strides = np.array([[place for place, _ in found]]), np.array([[each for _, each in found]])
     batch = PassDescription(blocks, addresses, strides, rows[0][2].shape[1] // rows[0][3].shape[1], programs)
-    places = PassTables(batch.sizes, CPU, batch.aligned)
-    places.fill(batch)
+    places = PassTables.of(batch, CPU)
     q = torch.cat([each for _, _, each, _ in rows], 2)
     new = torch.cat([each for *_, each in rows], 2)
     gpu.store(0, new[0][None], new[1][None], places)

@@ -114,19 +114,6 @@ def test_the_best_keys(monkeypatch, rank, count):
     assert torch.equal(topk_rank.by_definition(index, count, q), right)
 
 
-def test_padded_products_are_the_library_s(monkeypatch):
-    """Every call has 64 rows, and zeros where there are no tokens."""
-    calls: list[int] = []
-    library = torch.nn.functional.linear
-    monkeypatch.setattr(torch.nn.functional, "linear", lambda x, w: (calls.append(len(x)), library(x, w))[1])
-    monkeypatch.setattr(linear, "PADDED_TO_LIBRARY", True)
-    x, weight = torch.randn(70, 32), torch.randn(16, 32)
-    for n in (1, 64, 70):
-        calls.clear()
-        torch.testing.assert_close(linear.product(x[:n], weight), x[:n] @ weight.T)
-        assert calls == [64] * -(-n // 64)
-
-
 @triton.jit
 def pieces(at, count, size, THREADS: tl.constexpr):  # noqa: N803
     """Write what each thread of each program asks for."""
@@ -149,11 +136,12 @@ def test_threads_ask_for_all_of_the_weights_once(size, threads):
 
 def test_nothing_is_prefetched_without_the_instruction(monkeypatch):
     weights = torch.zeros(64, 64)
-    assert Ahead.of(weights) == Ahead(None, 0, 0) and Ahead.of(weights).start(weights) is weights
+    other = torch.zeros(1)
+    assert Ahead.of(weights, other) == Ahead.of(None, other) == Ahead(other, 0, 0)
     there = SimpleNamespace(device=torch.device("cuda"), nbytes=100 << 20, data_ptr=lambda: 32)
     for capability, programs in (((8, 9), 0), ((9, 0), 128)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
-        assert Ahead.of(there).programs == programs
+        assert Ahead.of(there, other).programs == programs
 
 
 KERNELS_OF_A_LAYER = {"_sums": 4, "_add_norm": 2, "_rotate_and_store": 1, "_scan": 1, "_combine": 1, "_gate": 1}
@@ -179,8 +167,7 @@ def test_a_layer_has_ten_kernels(monkeypatch):
         addresses = np.array([[[keys.data_ptr(), values.data_ptr()]] for keys, values in kv])
         block = Block(np.zeros(1, np.int64), DraftTree.empty(), 0)
         batch = PassDescription([block], addresses, np.full((layers, 1, 4), 16), 2, 1)
-        places = PassTables(batch.sizes, torch.device("cpu"), batch.aligned)
-        places.fill(batch)
+        places = PassTables.of(batch, torch.device("cpu"))
         launched.clear()
         GpuForward(model).run(places, attend.attend, lambda layer: None)
         counts.append(Counter(launched))

@@ -139,7 +139,18 @@ def test_all_tables_begin_at_multiples_of_16_bytes():
                 places = PassTables(sizes, CPU)
                 places.fill(batch, SPARE if sizes.rows > len(each) else None)
                 assert places.own.shape[1] % 2 == 0
-                for name in ("ids", "positions", "wanted", "addresses", "strides", "tokens", "own", "rows", "tiles"):
+                for name in (
+                    "ids",
+                    "positions",
+                    "wanted",
+                    "noise",
+                    "addresses",
+                    "strides",
+                    "tokens",
+                    "own",
+                    "rows",
+                    "tiles",
+                ):
                     table = getattr(places, name)
                     layers = [table] if name not in ("addresses", "strides") else [*table]
                     assert all(layer.data_ptr() % TABLE_ALIGNMENT == 0 for layer in layers), (name, each)

@@ -151,6 +151,29 @@ def test_an_inner_chain_is_one_transfer(monkeypatch):
     assert waits.counts["transfers"] == passes[4] + len(pieces)
 
 
+def test_a_sampled_chain_launches_what_a_greedy_one_does(monkeypatch):
+    """Its noise is part of the recorded pass, whatever the temperature."""
+    settings = LongContextConfig(model(2), cache_budget=8, chunk=2, gamma1=3, gamma2=4, paced=False, sparse="retrieval")
+    engine, own_draft, found = engine_of(model(), "triforce", settings), device_chain.draft, list[Any]()
+
+    def drafted(scorer: Any, rows: Any, count: int, chances: bool) -> Any:
+        with LaunchCounter() as launches:
+            pieces = own_draft(scorer, rows, count, chances)
+        found.append((count, launches.copies, dict(launches.kernels)))
+        return pieces
+
+    monkeypatch.setattr(device_chain, "draft", drafted)
+    sampled = {"do_sample": True, "top_k": 0, "seed": 3}
+    per_kind = []
+    for options in ({}, sampled, sampled | {"temperature": 0.7}):
+        found.clear()
+        for _ in engine.run(engine.requests(TEXTS[:2], max_new_tokens=12, eos_token_id=None, **options)):
+            pass
+        per_kind.append({count: (copies, kernels) for count, copies, kernels in found if count == 3})
+    assert per_kind[0] and per_kind[0] == per_kind[1] == per_kind[2]
+    assert per_kind[0][3][0] == 3
+
+
 def test_the_measurement_runs():
     """Of each drafter; a plain step is as counted above."""
     rows = list(host_rows(HostTimeOptions(layers=2, tokens=3, rounds=1)))

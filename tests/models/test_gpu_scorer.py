@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers
 from torch.overrides import TorchFunctionMode
+from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -20,10 +22,14 @@ from support.triton_products import interpret_products, interpret_quickly
 from benchmarks.gpu.interpreter import RunAgain
 from forerun.core.block import Block
 from forerun.core.long_context import LongContextConfig
+from forerun.core.request import Request
+from forerun.core.sampling import Salt, Sampler
 from forerun.core.tree import ROOT, DraftTree
+from forerun.decoding import device_chain
+from forerun.decoding.row import Row
 from forerun.engine.engine import Engine
 from forerun.kernels import gpu
-from forerun.kernels.gpu import attend, decoder_ops, linear
+from forerun.kernels.gpu import attend, decoder_ops, linear, token_choice
 from forerun.kv.full_cache import FullCache
 from forerun.kv.kv_tiers import KVMemory, Tiers, min_device_bytes
 from forerun.models.forward import cuda_graphs, gate, gpu_scorer
@@ -31,6 +37,7 @@ from forerun.models.forward.gate import admit
 from forerun.models.forward.gpu_forward import library_product
 from forerun.models.forward.gpu_scorer import GpuScorer
 from forerun.models.forward.scorer import Scorer
+from forerun.models.text.processors import of_row
 
 pytestmark = pytest.mark.matrix  # Triton's interpreter is slow
 
@@ -252,7 +259,8 @@ def test_no_kernel_is_compiled_in_the_middle(kind, on_gpu, monkeypatch):
     """Passes of all sizes and rows, beyond those that were seen first, need no further variant of a kernel."""
     seen: set[Any] = set()
     for module, names in ((attend, ("_scan", "_combine", "_store")), (linear, ("_sums", "_total", "_mean")),
-                          (decoder_ops, ("_add_norm", "_rotate_and_store", "_gate", "_norm_columns"))):  # fmt: skip
+                          (decoder_ops, ("_add_norm", "_rotate_and_store", "_gate", "_norm_columns")),
+                          (token_choice, ("_choose", "_choose_block"))):  # fmt: skip
         for name in names:
             monkeypatch.setattr(module, name, Launches(getattr(module, name), seen))
     monkeypatch.setattr(cuda_graphs, "RECORDED_TOKENS", 0)
@@ -380,6 +388,36 @@ def test_drafts_change_no_bit(on_gpu):
         texts[drafter] = [result.generated for result in results]
         assert any(sum(result.stats[0].accepted) for result in results) == (drafter != "none")
     assert texts["trie"] == texts["retrieval"] == texts["none"]
+
+
+@pytest.mark.parametrize("method", ["coupled", "rejection"])
+@torch.inference_mode()
+def test_a_recorded_pass_chooses_sampled_tokens(on_gpu, method):
+    """Over temperatures, seeds and a row that cuts its distribution too: a chain has the tokens, and the ``q``, that
+    single passes and the host's sampler have."""
+    own = model()
+    processors = [[], [TemperatureLogitsWarper(0.4)], [TemperatureLogitsWarper(1.7)], [TopKLogitsWarper(5)]]
+    samplers = [Sampler(method, 7 * row, of_row(each, own)).inner() for row, each in enumerate(processors)]
+    samplers += [Sampler(), replace(samplers[1], seed=1 << 60, salt=Salt.DRAFT)]
+    scorer, lengths = GpuScorer(own), [9, 14, 5, 11, 6, 9]
+    requests = [Request(TEXT[:n], 8, sampler=each) for n, each in zip(lengths, samplers, strict=True)]
+    rows = [Row(request, read(scorer, len(request) - 1)) for request in requests]
+    on_gpu.clear()
+    pieces = device_chain.draft(scorer, rows, 3, False)
+    assert len(on_gpu) == 1
+    for request, piece in zip(requests, pieces, strict=True):
+        cache, sampler, q = read(scorer, len(request) - 1), request.sampler, []
+        for turn in range(3):
+            at = len(request) - 1 + turn
+            last = np.array(piece.tokens[turn - 1 : turn], np.int64) if turn else request.tokens[-1:]
+            block = Block(last, DraftTree.empty(), at)
+            [logits] = scorer.score([block], [cache])
+            cache.commit(block, [])
+            scores = sampler.scores(torch.zeros(0, dtype=torch.int64), logits[0])
+            q.append(scores.double().softmax(-1))
+            assert piece.tokens[turn] == sampler.choose(scores, at + 1)
+        kept = q if sampler.method == "rejection" else []
+        assert len(piece.q) == len(kept) and all(map(torch.equal, piece.q, kept))
 
 
 class Waits(TorchFunctionMode):

@@ -14,7 +14,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from forerun.kernels.gpu import attend, decoder_ops, linear, recurrences, scan
+from forerun.core.sampling_kernels import BITS, GOLDEN, MIX1, MIX2
+from forerun.kernels.gpu import attend, decoder_ops, linear, recurrences, scan, token_choice
 from forerun.kernels.gpu.linear import LINEAR_TILES
 from forerun.kernels.gpu.pass_tables import (
     GPU_COMBINE_QUERIES,
@@ -145,6 +146,10 @@ def all_codes(capability: int, kind: str) -> dict[str, Any]:
              "WIDE": 4096, "WARPS": decoder_ops.NORM_WARPS, **ahead}  # fmt: skip
     kinds = {"after": f"*{kind}", "before": f"*{kind}", "y": f"*{kind}", "x": "*fp32"}
     found["add and norm"] = code(decoder_ops._add_norm, capability, norms, decoder_ops.NORM_WARPS, **own | kinds)
+    columns = {"OFFSET": 0, "BIAS": False, "WIDE": 4096}
+    found["norm of all heads"] = code(
+        decoder_ops._norm_columns, capability, columns, decoder_ops.NORM_WARPS, **own, y="*fp32"
+    )
     heads = {"DIM": 128, "HALF": 64, "OFFSET": 0, "BIAS": True, "NORM": True, "WIDE": 128}
     kinds = {"q_norm": f"*{kind}", "k_norm": f"*{kind}"}
     found["rotate"] = code(decoder_ops._rotate_and_store, capability, heads, 1, **own | kinds)
@@ -172,6 +177,17 @@ def recurrent_codes(capability: int) -> dict[str, Any]:
     return found
 
 
+def choice_codes(capability: int) -> dict[str, Any]:
+    """Code of the kernels that choose a token of 128,000."""
+    own = {"noise": "*i64", "best": "*fp64", "tokens": "*i64", "chosen": "*i64"}
+    cut = {"RECIPROCAL": True, "CHOICE_TOKENS": token_choice.CHOICE_TOKENS, "GOLDEN": GOLDEN, "MIX1": MIX1,
+           "MIX2": MIX2, "BITS": BITS}  # fmt: skip
+    return {
+        "choose": code(token_choice._choose, capability, cut, logits="*fp32", **own),
+        "choose block": code(token_choice._choose_block, capability, {"WIDE": 128}, **own),
+    }
+
+
 def main() -> None:
     capability = int(sys.argv[1])
     found = {kind: all_codes(capability, kind) for kind in sys.argv[2:] or ("bf16", "fp32")}
@@ -180,6 +196,7 @@ def main() -> None:
         "best": code(scan._best, capability, short, rows="i32", index="*u8", q="*fp32", scale="*fp32", out="*fp32")
     }
     found["recurrent"] = recurrent_codes(capability)
+    found["choice"] = choice_codes(capability)
     sys.stdout.write(json.dumps(found))
 
 

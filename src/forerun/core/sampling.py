@@ -11,7 +11,7 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -35,12 +35,14 @@ class InTurn:
         anywhere: whether the device may differ between calls.
         nameless: whether results do not depend on token ids, so that scores of a few tokens suffice if all others are
             minus infinity.
+        temperature: by which it divides, if it does nothing else.
     """
 
     parts: tuple[Processor, ...]
     rowwise: bool = False
     anywhere: bool = False
     nameless: bool = False
+    temperature: float | None = None
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return reduce(lambda so_far, part: part(ids, so_far), self.parts, scores)
@@ -107,6 +109,18 @@ class Salt(enum.IntEnum):
     RESIDUAL = 3
 
 
+class Noise(NamedTuple):
+    """What a pass needs to sample a token (``Sampler.noise``), as signed 64-bit integers.
+
+    Attributes:
+        key: of the hash; see ``_gumbel_of_rows``.
+        temperature: by which logits are divided, as the bits of a float64; 0 for the best logit without noise.
+    """
+
+    key: int = 0
+    temperature: int = 0
+
+
 @dataclass(frozen=True)
 class Sampler:
     """How a row's next token is chosen.
@@ -133,6 +147,17 @@ class Sampler:
     def takes_best(self) -> bool:
         """Whether the choice is the argmax of the raw logits."""
         return self.method == "greedy" and self.processor is None and self.constraint is None
+
+    @cached_property
+    def divisor(self) -> float | None:
+        """By what a choice divides logits before it adds noise; 0 for the argmax of logits, None if it does more."""
+        if self.takes_best:
+            return 0.0
+        if self.method == "greedy" or self.constraint is not None:
+            return None
+        if self.processor is None:
+            return 1.0
+        return self.processor.temperature if isinstance(self.processor, InTurn) else None
 
     @property
     def rowwise(self) -> bool:
@@ -179,6 +204,13 @@ class Sampler:
         if self.method == "greedy":
             return scores.argmax(-1)
         return highest_of_rows(scores, self.seed, positions, self.salt if salt is None else salt)
+
+    def noise(self, position: int) -> Noise:
+        """Return what a pass needs to choose this position's token, if ``divisor`` says that it can."""
+        if not self.divisor:
+            return Noise()
+        bits = int(np.float64(self.divisor).view(np.int64))
+        return Noise(_signed(_key(self.seed, position, self.salt)), bits)
 
     def chances(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Return the probability of tokens ``[n]`` by raw logits ``[n, V]``; float64 ``[n]``, on their device."""

@@ -1,5 +1,6 @@
 """Draft chains on the device, with one transfer for all tokens. The next pass depends only on the last token's id,
-which stays on the device while the CPU prepares further passes."""
+which stays on the device while the CPU prepares further passes. Greedy rows, and sampled ones whose processor only
+divides by a temperature, are chosen inside the pass: noise depends on seed and position, which its tables hold."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 
 from forerun.core.block import Block, RowScores
 from forerun.core.request import Request
-from forerun.core.transfers import adjoined, best_of_rows, to_cpu
+from forerun.core.transfers import adjoined, to_cpu
 from forerun.core.tree import DraftTree, IntArray
 from forerun.decoding.row import Row
 from forerun.models.forward.scorer import Scorer
@@ -43,43 +44,36 @@ def draft(model: Scorer, rows: Sequence[Row], count: int, chances: bool) -> list
     requests, caches = [row.request for row in rows], [row.cache for row in rows]
     blocks = [row.block(DraftTree.empty()) for row in rows]
     chosen: list[torch.Tensor] = []  # [rows] per pass
-    found: list[list[torch.Tensor]] = []  # [1] per pass and row
+    found: list[torch.Tensor] = []  # [1] per pass and row
     q: list[list[torch.Tensor]] = [[] for _ in rows]
     for turn in range(count):
+        for block, request in zip(blocks, requests, strict=True):
+            block.noise = request.sampler.noise(len(request) + turn)
         scores = model.score_rows(blocks, caches)
-        chosen.append(_choices(scores, requests, turn, q))
+        chosen.append(adjoined([_choice(*each, turn) for each in zip(scores, requests, q, strict=True)]))
+        ids = torch.split(chosen[-1], 1)
         if chances:
-            tokens = torch.split(chosen[-1], 1)
-            found.append(
-                [
-                    request.sampler.chances(row.logits, token)
-                    for request, row, token in zip(requests, scores, tokens, strict=True)
-                ]
-            )
+            given = zip(requests, scores, ids, strict=True)
+            found += [request.sampler.chances(row.logits, token) for request, row, token in given]
         for cache, block in zip(caches, blocks, strict=True):
             cache.commit(block, [])
-        ids = torch.split(chosen[-1], 1)
         blocks = [Block(UNKNOWN, DraftTree.empty(), c.length, ids=own) for c, own in zip(caches, ids, strict=True)]
-    bits = [each.view(torch.int64) for turn in found for each in turn]
+    bits = [each.view(torch.int64) for each in found]
     drafted, *rest = to_cpu([torch.cat(chosen), *([torch.cat(bits)] if bits else [])])
     return list(_pieces(drafted.reshape(count, -1), rest, q))
 
 
-def _choices(
-    scores: Sequence[RowScores], requests: Sequence[Request], turn: int, q: list[list[torch.Tensor]]
-) -> torch.Tensor:
-    """Choose each row's token from logits ``[1, V]``, ``turn`` tokens after the request; append distributions to
-    ``q``."""
-    if all(request.sampler.takes_best for request in requests):
-        best = [row.best for row in scores if row.best is not None]
-        return adjoined(best) if best else best_of_rows(adjoined([row.logits for row in scores]))
-    chosen = []
-    for row, request, drawn_from in zip(scores, requests, q, strict=True):
-        own = request.sampler.scores_of_rows(row.logits)
-        chosen.append(request.sampler.choices(own, [len(request) + turn]))
-        if request.sampler.method == "rejection":
-            drawn_from.append(own[0].double().softmax(-1))
-    return torch.cat(chosen)
+def _choice(row: RowScores, request: Request, drawn_from: list[torch.Tensor], turn: int) -> torch.Tensor:
+    """Return the token ``turn`` tokens after the request, ``[1]``: the pass's choice, or one from its logits ``[1, V]``
+    if a processor does more than divide. Append its distribution to ``drawn_from``, if needed."""
+    sampler = request.sampler
+    best = None if sampler.divisor is None else row.best
+    if best is not None and sampler.method != "rejection":
+        return best
+    scores = sampler.scores_of_rows(row.logits)
+    if sampler.method == "rejection":
+        drawn_from.append(scores[0].double().softmax(-1))
+    return sampler.choices(scores, [len(request) + turn]) if best is None else best
 
 
 def _pieces(tokens: IntArray, chances: Sequence[IntArray], q: list[list[torch.Tensor]]) -> Iterator[ChainPiece]:

@@ -26,6 +26,7 @@ from forerun.core.origin import Origin
 from forerun.core.request import Request
 from forerun.core.sampling import MASK64, mixed
 from forerun.core.sampling_kernels import gumbel_of
+from forerun.core.transfers import to_cpu
 from forerun.core.tree import ROOT, DraftTree, IntArray
 from forerun.core.verify import Outcome
 from forerun.decoding.row import Row
@@ -233,18 +234,14 @@ class _GrowingTree:
     def _choose(self, logits: torch.Tensor, known: torch.Tensor | None, vocabulary: int, width: int) -> _Offer:
         sampler = self.fork.sampler
         if sampler.takes_best:
-            top = logits.softmax(-1).topk(min(width, logits.shape[-1]))
-            chosen = top.indices if known is None else known[top.indices]
-            return _Offer(chosen.cpu().numpy(), top.values.double().cpu().numpy())
+            return _Offer(*_best(logits.softmax(-1), known, width))
         if known is not None and sampler.nameless and sampler.method != "rejection":
             scores = sampler.scores_of_rows(logits)
         else:
             scores, known = self._scores(logits, known, vocabulary), None
         if sampler.method == "rejection":
             return self._draw(scores)
-        top = scores.topk(min(CANDIDATES, scores.shape[-1]))
-        chosen = top.indices if known is None else known[top.indices]
-        tokens, values = chosen.cpu().numpy(), top.values.double().cpu().numpy()
+        tokens, values = _best(scores, known, CANDIDATES)
         if sampler.method == "coupled":
             values = values + self._noise(tokens)
         with np.errstate(invalid="ignore"):  # processors may reject all tokens that the head has
@@ -284,3 +281,12 @@ class _GrowingTree:
             path.append(self.tokens[node])
             node = self.parents[node]
         return path[::-1]
+
+
+def _best(scores: torch.Tensor, known: torch.Tensor | None, count: int) -> tuple[IntArray, FloatArray]:
+    """Return the best tokens of scores ``[n, D]`` and their scores, ``[n, count]``, in one transfer; ``known`` are ids
+    of the columns, if not all."""
+    top = scores.topk(min(count, scores.shape[-1]))
+    chosen = top.indices if known is None else known[top.indices]
+    tokens, bits = to_cpu([chosen.flatten(), top.values.double().flatten().view(torch.int64)])
+    return tokens.reshape(chosen.shape), bits.view(np.float64).reshape(chosen.shape)

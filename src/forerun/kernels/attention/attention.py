@@ -110,9 +110,7 @@ def _attend_on_gpu(
     key = group, programs, *((block.start, len(block)) for block in blocks)
     if key not in known:
         known[key] = PassDescription(blocks, addresses, strides, group, programs)
-    batch = known[key].moved(addresses, strides)
-    places = PassTables(batch.sizes, q.device, batch.aligned)
-    places.fill(batch)
+    places = PassTables.of(known[key].moved(addresses, strides), q.device)
     return attend.attend(0, q, keys.shape[1], places, spec, values.shape[3])
 
 

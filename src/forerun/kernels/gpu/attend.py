@@ -78,11 +78,11 @@ def attend(
     floats = None if sinks is None else sinks.detach().float().contiguous()
     lanes, part, threads = combine_shape(group, _width(out_dim))
     loaded = 1 if size.merging else GPU_COMBINE_SPLITS  # merged by the scan
-    ahead = Ahead.of(following)
+    ahead = Ahead.of(following, q)
     programs = kv_heads * triton.cdiv(group, GPU_COMBINE_QUERIES), triton.cdiv(out_dim, part)
     _combine[(n + triton.cdiv(ahead.programs, math.prod(programs)), *programs)](
         *queries, places.own, size.own, n, kv_heads, q if floats is None else floats, floats is not None, out,
-        ahead.start(q), ahead.bytes, ahead.programs > 0, size.merging, dim, out_dim, _width(dim), part, *how,
+        ahead.weights, ahead.bytes, ahead.programs > 0, size.merging, dim, out_dim, _width(dim), part, *how,
         GPU_COMBINE_QUERIES, lanes, loaded, threads, *cuts, enable_fp_fusion=False, num_stages=stages,
         num_warps=threads // 32,
     )  # fmt: skip

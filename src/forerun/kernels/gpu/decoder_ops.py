@@ -68,23 +68,29 @@ def add_norm(
     y = torch.empty(n, columns, dtype=dtype, device=x.device)
     parts, bias = added or Summands(x[None])
     one, two = after or before or NormWeight(x, 0, 0.0), before or after or NormWeight(x, 0, 0.0)
-    ahead = Ahead.of(following)
+    ahead = Ahead.of(following, x)
     _add_norm[(n + ahead.programs,)](
         x, parts, len(parts), parts.stride(0), x if bias is None else bias, one.weight, two.weight, y, columns, factor,
         one.eps, two.eps, added is not None, bias is not None, after is not None, before is not None, one.offset,
-        two.offset, n, ahead.start(x), ahead.bytes, ahead.programs > 0, triton.next_power_of_2(columns), PARTS_AHEAD,
+        two.offset, n, ahead.weights, ahead.bytes, ahead.programs > 0, triton.next_power_of_2(columns), PARTS_AHEAD,
         NORM_WARPS, enable_fp_fusion=False, num_warps=NORM_WARPS,
     )  # fmt: skip
     return y
 
 
-def norm_columns(x: torch.Tensor, first: int, norm: NormWeight) -> None:
-    """Normalise columns of ``x``, float32 ``[n, O]``, in place: from ``first`` on, as many as the norm has weights."""
-    columns = len(norm.weight)
-    _norm_columns[(len(x),)](
-        x, norm.weight, first, x.stride(0), columns, norm.eps, norm.offset, triton.next_power_of_2(columns),
-        enable_fp_fusion=False, num_warps=NORM_WARPS,
-    )  # fmt: skip
+def norm_all_heads(qkv: Summands, q_norm: NormWeight, k_norm: NormWeight) -> Summands:
+    """Add a product's parts, and normalise queries and keys over all their heads: float32 ``[1, n, O]``."""
+    parts, bias = qkv
+    y, first = torch.empty(parts.shape[1:], dtype=torch.float32, device=parts.device), 0
+    for norm, blocks in ((q_norm, 1), (k_norm, 2)):  # the second also copies values, as many as keys
+        columns = len(norm.weight)
+        _norm_columns[(len(y), blocks)](
+            parts, len(parts), parts.stride(0), y.shape[1], parts if bias is None else bias, norm.weight, y, first,
+            columns, norm.eps, norm.offset, bias is not None, triton.next_power_of_2(columns), PARTS_AHEAD,
+            enable_fp_fusion=False, num_warps=NORM_WARPS,
+        )  # fmt: skip
+        first += columns
+    return Summands(y[None])
 
 
 def rotate_and_store(
@@ -114,9 +120,9 @@ def gate(gate_up: Summands, silu: bool, dtype: torch.dtype, following: torch.Ten
     parts, bias = gate_up
     n, inner = parts.shape[1], parts.shape[2] // 2
     y = torch.empty(n, inner, dtype=dtype, device=parts.device)
-    ahead, programs = Ahead.of(following), triton.cdiv(inner, GATE_COLUMNS)
+    ahead, programs = Ahead.of(following, y), triton.cdiv(inner, GATE_COLUMNS)
     _gate[(n + triton.cdiv(ahead.programs, programs), programs)](
-        parts, len(parts), parts.stride(0), parts if bias is None else bias, y, inner, n, ahead.start(y), ahead.bytes,
+        parts, len(parts), parts.stride(0), parts if bias is None else bias, y, inner, n, ahead.weights, ahead.bytes,
         ahead.programs > 0, bias is not None, silu, GATE_COLUMNS, PARTS_AHEAD, GATE_WARPS, enable_fp_fusion=False,
         num_warps=GATE_WARPS,
     )  # fmt: skip
@@ -167,13 +173,19 @@ def _add_norm(
     tl.store(y + here + at, stream.to(y.dtype.element_ty), inside)
 
 
-@triton.jit
-def _norm_columns(x, w, first, row, columns, eps, OFFSET: tl.constexpr, WIDE: tl.constexpr):
-    here, at = x + tl.program_id(0).to(tl.int64) * row + first, tl.arange(0, WIDE)
-    inside = at < columns
-    y = tl.load(here + at, inside, 0.0)
-    weight = tl.load(w + at, inside, 0.0).to(tl.float32) + OFFSET
-    tl.store(here + at, y * _scale(y, columns, eps) * weight, inside)
+@triton.jit(do_not_specialize=["count", "step"])
+def _norm_columns(
+    parts, count, step, width, bias, w, y, first, columns, eps, OFFSET: tl.constexpr, BIAS: tl.constexpr,
+    WIDE: tl.constexpr, PARTS_AHEAD: tl.constexpr,
+):  # fmt: skip
+    """Normalise one token's columns from ``first`` on; the second program copies as many after them."""
+    here, block, at = tl.program_id(0).to(tl.int64) * width, tl.program_id(1), tl.arange(0, WIDE)
+    inside, column = at < columns, first + block * columns + at
+    number = _summed(parts, count, step, bias, column, inside, here, BIAS, PARTS_AHEAD)
+    if block == 0:
+        weight = tl.load(w + at, inside, 0.0).to(tl.float32) + OFFSET
+        number = number * _scale(number, columns, eps) * weight
+    tl.store(y + here + column, number, inside)
 
 
 @triton.jit(do_not_specialize=["count", "step"])

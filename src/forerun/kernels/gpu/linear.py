@@ -23,10 +23,6 @@ GPU_LINEAR_ROWS = 1024
 """Outputs per program that adds up pieces."""
 GPU_MEAN_COLUMNS = 1024
 """Numbers of a mean that a program reads at once."""
-PADDED_TO_LIBRARY = False
-"""Whether torch's library computes products, 64 rows at a time (``padded``), instead of these kernels. To be decided on
-a card (``python -m benchmarks gpu``, part ``choices``): where the library reaches three quarters of the bandwidth and
-the probe finds equal bits, these kernels can go."""
 GPU_LINEAR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -63,26 +59,12 @@ def product(
     rows = x.reshape(-1, x.shape[-1])
     y = rows.new_empty(len(rows), len(weight), dtype=to)
     if len(rows):
-        parts = parts_of(rows, weight)
+        parts = sums(rows, weight)
         _total[(triton.cdiv(y.numel(), GPU_LINEAR_ROWS),)](
             parts, weight if bias is None else bias, y, y.numel(), len(weight), len(parts), bias is not None,
             GPU_LINEAR_ROWS,
         )  # fmt: skip
     return y.view(*x.shape[:-1], len(weight))
-
-
-def parts_of(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Compute the parts of ``x @ weight.T`` for x ``[n, K]``, to be added in order: ``[parts, n, O]``."""
-    return padded(x, weight) if PADDED_TO_LIBRARY else sums(x, weight)
-
-
-def padded(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Compute ``x @ weight.T`` by torch's library, in x's type, ``[1, n, O]``. Every call is padded to 64 rows, so that
-    the library uses one algorithm per matrix. A token's bits then do not depend on the pass, if they do not depend on
-    its row, which the exactness probe tests."""
-    n, rows = len(x), LINEAR_TILES[-1].tokens
-    padded_x = torch.nn.functional.pad(x, (0, 0, 0, -n % rows))
-    return torch.cat([torch.nn.functional.linear(part, weight) for part in padded_x.split(rows)])[None, :n]
 
 
 def sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

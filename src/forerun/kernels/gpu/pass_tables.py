@@ -38,10 +38,10 @@ leaves little idle; many more would repeat reading queries and tables. To be tri
 (``python -m benchmarks gpu``, part ``choices``)."""
 RECORDED_OWN_KEYS = 128
 """Maximum keys that only one token of a recorded pass sees: a block's, and a draft's of 64 tokens."""
-ROW_CUT_INTEGERS = 7
+ROW_CUT_INTEGERS = 9
 """Integers per row of ``PassDescription.cuts``: four of ``JoinedBlocks``, end of the longest scan, tiles, splits of a
-scan."""
-WRITTEN = ("ids", "positions", "wanted", "tokens", "own", "rows", "tiles", "jobs")
+scan, and the two of ``Noise``."""
+WRITTEN = ("ids", "positions", "wanted", "noise", "tokens", "own", "rows", "tiles", "jobs")
 TABLE_ALIGNMENT = 16
 """Alignment of tables and rows in bytes: Triton compiles another kernel for unaligned pointers."""
 
@@ -100,6 +100,7 @@ class PassTables:
     Attributes:
         addresses: of keys and values, ``[layers, R, 2]``.
         strides: between heads and between tokens, of keys and of values, ``[layers, R, 4]``.
+        noise: of each wanted token's choice, ``[wanted, 2]``; see ``Noise``.
         tokens: each token's row, slot in the row's memory, position, and end of its scan, ``[n, 4]``.
         own: slots of the keys from the end of a token's scan to its position, ``[n, width]``.
         rows: first token, number of tokens, and first tile, ``[R, 3]``.
@@ -112,6 +113,7 @@ class PassTables:
         self.sizes, self.aligned = sizes, aligned
         shapes = {
             "ids": (sizes.tokens,), "positions": (sizes.tokens,), "wanted": (sizes.wanted,),
+            "noise": (sizes.wanted, 2),
             "addresses": (sizes.layers, sizes.rows, 2), "strides": (sizes.layers, sizes.rows, 4),
             "tokens": (sizes.tokens, 4), "own": (sizes.tokens, sizes.own), "rows": (sizes.rows, 3),
             "tiles": (sizes.tiles, 2), "jobs": (sizes.jobs, 3),
@@ -128,9 +130,17 @@ class PassTables:
             setattr(self, name, self._there[first:last].view(shape))
             first += _padded(shape)
 
+    @classmethod
+    def of(cls, batch: PassDescription, device: torch.device, ids: torch.Tensor | None = None) -> PassTables:
+        """Make and fill tables of a pass's size; ``ids`` as for ``fill``."""
+        places = cls(batch.sizes, device, batch.aligned)
+        places.fill(batch, ids=ids)
+        return places
+
     ids: torch.Tensor
     positions: torch.Tensor
     wanted: torch.Tensor
+    noise: torch.Tensor
     addresses: torch.Tensor
     strides: torch.Tensor
     tokens: torch.Tensor
@@ -189,8 +199,8 @@ class PassDescription:
         small = _next_power(longest, 2) * group <= GPU_COMBINE_QUERIES  # rounded: one tile per recorded size
         tile = GPU_COMBINE_QUERIES if small else GPU_TILE_QUERIES
         tiles = 0
-        for cut in self.cuts:
-            cut[5:7] = -(-int(cut[1]) * group // tile), splits_of(int(cut[4]))
+        for cut, block in zip(self.cuts, blocks, strict=True):
+            cut[5:] = -(-int(cut[1]) * group // tile), splits_of(int(cut[4])), *block.noise
             tiles += int(cut[5])
         self.sizes = TableSizes(
             len(addresses), len(blocks), len(self.ids), tiles, tile, own + own % 2, len(blocks) + len(self.parents),
@@ -260,7 +270,7 @@ def _measure(cuts: IntArray, parents: IntArray) -> tuple[int, int, int]:
 @compiled
 def _write(
     cuts: IntArray, parents: IntArray, given: IntArray, tile: int, merging: bool, ids: IntArray, positions: IntArray,
-    wanted: IntArray, tokens: IntArray, own: IntArray, rows: IntArray, tiles: IntArray, jobs: IntArray,
+    wanted: IntArray, noise: IntArray, tokens: IntArray, own: IntArray, rows: IntArray, tiles: IntArray, jobs: IntArray,
 ) -> None:  # fmt: skip
     token, node, output, first = 0, 0, 0, 0
     for i in range(len(given)):
@@ -281,6 +291,7 @@ def _write(
                 _write_own(parents[node : node + nodes], i - pending, base, end, own[at, : end - base + depth])
         for i in range(nodes + 1):
             wanted[output + i] = token + pending - 1 + i
+        noise[output, 0], noise[output, 1] = cuts[row, 7], cuts[row, 8]
         rows[row, 0], rows[row, 1], rows[row, 2] = token, count, first
         for number in range(cuts[row, 5]):
             tiles[first + number, 0], tiles[first + number, 1] = row, number

@@ -25,23 +25,20 @@ PREFETCH_CAPABILITY = (9, 0)
 class Ahead(NamedTuple):
     """What a kernel prefetches: ``bytes`` of the next product's weights, by ``programs`` programs."""
 
-    weights: torch.Tensor | None
+    weights: torch.Tensor
     bytes: int
     programs: int
 
     @classmethod
-    def of(cls, weights: torch.Tensor | None) -> Ahead:
-        """Prefetch these weights; nothing on other GPUs and in the interpreter."""
+    def of(cls, weights: torch.Tensor | None, other: torch.Tensor) -> Ahead:
+        """Prefetch these weights; nothing on other GPUs and in the interpreter, with ``other`` as the pointer that
+        kernels need."""
         if weights is None or weights.device.type != "cuda" or weights.data_ptr() % 16:
-            return cls(None, 0, 0)
+            return cls(other, 0, 0)
         if torch.cuda.get_device_capability(weights.device) < PREFETCH_CAPABILITY:
-            return cls(None, 0, 0)
+            return cls(other, 0, 0)
         wanted = min(weights.nbytes, PREFETCHED_BYTES)
         return cls(weights, wanted, triton.cdiv(wanted, PREFETCH_PROGRAM_BYTES.value))
-
-    def start(self, other: torch.Tensor) -> torch.Tensor:
-        """Return the weights, or ``other`` if there are none, as kernels need a pointer."""
-        return other if self.weights is None else self.weights
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -82,7 +82,7 @@ class GraphCache(Generic[Result]):
         """Run a pass; its result is valid until the next. ``ids``: token ids ``[n]`` on the device, if only there."""
         recording = self._recording(batch)
         if recording is None:
-            return unrecorded(batch, self._run, self._device, ids)
+            return self._run(PassTables.of(batch, self._device, ids))
         recording.places.fill(batch, self._spare, ids)
         recording.replay()
         return recording.result
@@ -111,21 +111,18 @@ class GraphCache(Generic[Result]):
             places.fill(batch, self._spare)
             return _Recording(places, *self._recorder.record(lambda: self._run(places)))
         except torch.OutOfMemoryError:
-            log.warning("not enough memory to record a pass of %d tokens; it runs slower for now", sizes.tokens)
+            _warn_once("not enough memory to record passes as CUDA graphs; until there is, they run slower")
             self._waits = PASSES_UNTIL_RETRY
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             if "captur" not in reason:
                 raise
-            log.warning("this model's passes cannot be recorded as CUDA graphs, so they are slower: %s", reason)
+            _warn_once(f"this model's passes cannot be recorded as CUDA graphs, so they are slower: {reason}")
             self._refused = True
         return None
 
 
-def unrecorded(
-    batch: PassDescription, run: Callable[[PassTables], Result], device: torch.device, ids: torch.Tensor | None = None
-) -> Result:
-    """Run a pass without recording; see ``GraphCache.run``."""
-    places = PassTables(batch.sizes, device, batch.aligned)
-    places.fill(batch, ids=ids)
-    return run(places)
+@cache
+def _warn_once(message: str) -> None:
+    """Log a message, for all kinds of passes together."""
+    log.warning(message)

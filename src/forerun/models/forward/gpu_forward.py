@@ -111,7 +111,7 @@ class GpuForward:
         attention: Attention,
         fetch: Callable[[int], None],
         states_of: tuple[int, ...] = (),
-        product: Product = linear.parts_of,
+        product: Product = linear.sums,
     ) -> PassResult:
         """Run a pass described by tables; return float32 logits ``[wanted, V]``, and hidden states of layers
         ``states_of``.
@@ -119,7 +119,9 @@ class GpuForward:
         ``attention`` finds its keys and values already in their rows' memory. ``fetch`` is called with each layer
         before its keys and values are written.
         """
-        x = self._parts.embedding.weight[places.ids].float() * self._parts.embedding_factor
+        x = self._parts.embedding.weight[places.ids].float()
+        if self._parts.embedding_factor != 1.0:
+            x *= self._parts.embedding_factor
         angles, states = self._angles(x, places.positions), dict[int, torch.Tensor]()
         added: Summands | None = None
         after, factor = None, 1.0
@@ -162,10 +164,7 @@ class GpuForward:
         heads, kv_heads = parts.qkv[0].count // dim, parts.qkv[1].count // dim
         q_norm, k_norm = _norm(parts.q_norm), _norm(parts.k_norm)
         if q_norm is not None and k_norm is not None and len(q_norm.weight) != dim:  # over all heads together
-            qkv = Summands(_added(qkv)[None])
-            decoder_ops.norm_columns(qkv.parts[0], 0, q_norm)
-            decoder_ops.norm_columns(qkv.parts[0], heads * dim, k_norm)
-            q_norm = k_norm = None
+            qkv, q_norm, k_norm = decoder_ops.norm_all_heads(qkv, q_norm, k_norm), None, None
         cos, sin = angles if parts.rotates else (None, None)
         how = RotaryHeads(heads, kv_heads, dim, q_norm, k_norm, cos, sin)
         q = decoder_ops.rotate_and_store(number, qkv, how, places, self._dtype)
@@ -177,14 +176,6 @@ class GpuForward:
         if scaling != 1.0:
             logits = logits / scaling
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
-
-
-def _added(product: Summands) -> torch.Tensor:
-    """Add a product's parts in order: float32 ``[n, O]``."""
-    total = product.parts[0].float()
-    for part in product.parts[1:]:
-        total = total + part
-    return total.clone() if product.bias is None else total + product.bias.float()
 
 
 def _norm(module: Any) -> NormWeight | None:

@@ -12,7 +12,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from forerun.core.fairness import FairLock
 from forerun.core.transfers import adjoined, present
 from forerun.core.tree import DraftTree, IntArray
 from forerun.kernels.attention.attention import AttentionSpec, Rows, contiguous_numbers
-from forerun.kernels.gpu import attend
+from forerun.kernels.gpu import attend, token_choice
 from forerun.kernels.gpu.linear import GPU_LINEAR_DTYPES
 from forerun.kernels.gpu.pass_tables import (
     TABLE_ALIGNMENT,
@@ -39,7 +39,7 @@ from forerun.kv.cache import Cache
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward import cuda_graphs
 from forerun.models.forward.architecture import known_on_gpu
-from forerun.models.forward.cuda_graphs import RECORDED_TOKENS, GraphCache, unrecorded
+from forerun.models.forward.cuda_graphs import RECORDED_TOKENS, GraphCache
 from forerun.models.forward.gpu_forward import Attention, GpuForward, library_attention, library_product
 from forerun.models.forward.scorer import PassResult, Scorer
 from forerun.models.forward.weight_watch import Change, WeightWatch
@@ -70,6 +70,10 @@ class TableLayers(NamedTuple):
     group: int
     programs: int
     uniform: bool
+
+    def attend(self, layer: int, *given: Any, **more: Any) -> torch.Tensor:
+        """See ``attend.attend``; ``layer`` is the model's."""
+        return attend.attend(self.places[layer], *given, **more)
 
 
 class TableRow(NamedTuple):
@@ -165,7 +169,7 @@ class GpuProgram:
         """Run a pass, whose result is valid until the next. ``ids``: token ids ``[n]`` on the device, if not in
         ``batch``. A pass over offloaded layers (``away``) is not recorded, since copies end at variable times."""
         if away.rows:
-            return unrecorded(batch, partial(self._run, tables, kept, away), self._plain.device, ids)
+            return self._run(tables, kept, away, PassTables.of(batch, self._plain.device, ids))
         if kept not in self.graphs:  # a recording keeps queries and states, or it does not
             most = max(t.shape[3] for rows in tables.likes.values() for t in rows)
             keys, _ = next(iter(tables.likes.values()))
@@ -177,13 +181,13 @@ class GpuProgram:
     def _run(self, tables: TableLayers, kept: _Kept, away: Transfers, places: PassTables) -> _Results:
         keeps_queries, states_of = kept
         layers = LayerQueries({}, {})
+        attention = _recording(layers, keeps_queries, away, tables.attend)
         if self.decoder is not None:
-            attention = _recording(layers, keeps_queries, away, attend.attend)
             result = self.decoder.run(places, attention, away.fetch, states_of)
         else:
-            rows = TabledPass(places, tables, layers, keeps_queries, away)
+            rows = TabledPass(places, tables, attention, away.fetch)
             result = self._plain._forward(places.ids, places.positions, rows, places.wanted, states_of)
-        return result._replace(best=result.logits.argmax(-1)), layers
+        return result._replace(best=token_choice.choose(result.logits, places.noise)), layers
 
 
 class Transfers(NamedTuple):
@@ -283,8 +287,8 @@ class GpuScorer(Scorer):
         memory = [tuple(t[:, :, :end] for t in here[layer]) for layer in tables.places]
         layers, away = LayerQueries({}, {}), Transfers.of([row])
         attention = _recording(layers, self.keeps_queries(block, cache), away, library_attention(memory))
-        run = partial(decoder.run, attention=attention, fetch=away.fetch, states_of=states_of, product=library_product)
-        result = unrecorded(self._description(tables, [row]), run, self.device)
+        places = PassTables.of(self._description(tables, [row]), self.device)
+        result = decoder.run(places, attention, away.fetch, states_of, library_product)
         self._hand_over_queries(layers, [row])
         return result
 
@@ -319,14 +323,13 @@ class GpuScorer(Scorer):
             first = last
 
 
-class TabledPass:
-    """A pass for the attention function (``Scorer``) over rows in tables. It collects each layer's parameters, and
-    queries if ``keeps``, in ``layers``, and fetches and writes back what is ``away``."""
+class TabledPass(NamedTuple):
+    """A pass for the attention function (``Scorer``) over rows in tables; ``fetch`` is called with each layer first."""
 
-    def __init__(
-        self, places: PassTables, tables: TableLayers, layers: LayerQueries, keeps: bool, away: Transfers
-    ) -> None:
-        self.places, self.tables, self.layers, self.keeps, self.away = places, tables, layers, keeps, away
+    places: PassTables
+    tables: TableLayers
+    attention: Attention
+    fetch: Callable[[int], None]
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
@@ -338,15 +341,9 @@ class TabledPass:
             raise RuntimeError(
                 f"layer {layer} has different heads than in the previous pass: {q.shape}, {k.shape}, {v.shape}"
             )
-        if self.keeps:
-            self.layers.queries[layer] = q
-        self.layers.specs[layer] = spec
-        place = self.tables.places[layer]
-        self.away.fetch(layer)
-        attend.store(place, contiguous_numbers(k), contiguous_numbers(v), self.places)
-        found = attend.attend(place, contiguous_numbers(q), k.shape[1], self.places, spec, v.shape[3])
-        self.away.write_back(layer)
-        return found
+        self.fetch(layer)
+        attend.store(self.tables.places[layer], contiguous_numbers(k), contiguous_numbers(v), self.places)
+        return self.attention(layer, contiguous_numbers(q), k.shape[1], self.places, spec, out_dim=v.shape[3])
 
 
 def _recording(layers: LayerQueries, keeps: bool, away: Transfers, attention: Attention) -> Attention:

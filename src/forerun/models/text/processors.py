@@ -109,8 +109,12 @@ def _in_turn(processors: Sequence[Any]) -> Processor | None:
         return LogitsProcessorList(processors)  # type: ignore[no-any-return]
     if not processors:
         return None
-    kinds = (all(_among(names, each) for each in processors) for names in (ROWWISE, ANYWHERE, NAMELESS))
-    return InTurn(tuple(processors), *kinds)
+    rowwise, anywhere, nameless = (
+        all(_among(names, each) for each in processors) for names in (ROWWISE, ANYWHERE, NAMELESS)
+    )
+    divides = len(processors) == 1 and _among(frozenset({"TemperatureLogitsWarper"}), processors[0])
+    temperature = processors[0].temperature if divides else None
+    return InTurn(tuple(processors), rowwise, anywhere, nameless, temperature)
 
 
 def _among(names: frozenset[str], processor: Any) -> bool:
