@@ -24,7 +24,7 @@ from benchmarks.studies.decisions import cases, speeds
 from forerun.cli.options import DebugOptions
 
 CONSTANTS = {
-    "policy/ledger.py": ("START_SLACK", "TRIAL_SLACK", "SHARE", "SAVED", "CREDIT"),
+    "policy/ledger.py": ("START_SLACK", "START_SHARE", "TRIAL_SLACK", "SHARE", "SAVED", "CREDIT"),
     "policy/gains.py": ("PRIOR_TREES", "RECENT_TREES", "TREE_SPREAD"),
     "policy/calibration.py": ("FIRST_GUESS", "STATEMENT_WEIGHT", "MEMORY"),
     "policy/choice.py": ("DOUBT", "CHEAP", "RECENT", "PLAIN_STEPS"),

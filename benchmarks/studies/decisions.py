@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, NamedTuple
 
 import numpy as np
@@ -26,6 +27,8 @@ SHORT = CostCurve(
 """SmolLM2 in bfloat16 on two cores, short requests."""
 LONG = CostCurve((1, 2), (1.0, 1.002), unit=1 / 1.03)
 """A model whose passes cost the reading of its weights, however many tokens they have."""
+
+short_world = partial(World, SHORT, plain=0.01087, asking=25e-5, asking_row=4e-5, looking=5e-6, verifying=1e-5)
 
 Foresees = Callable[[int, int], bool]
 States = Callable[[int, int], float]
@@ -66,18 +69,35 @@ def quotes(seed: int, rows: int, share: float) -> tuple[Foresees, States]:
     return hits, lambda row, place: 0.9 if hits(row, place) else 0.1
 
 
+def loops(seed: int, rows: int) -> tuple[Foresees, States, Callable[[int, int], int]]:
+    """Return drafts where the first ``rows`` rows repeat themselves from a random place on, and their known suffix."""
+    begins = np.random.default_rng(seed).integers(10, 50, rows).tolist() + [1000] * 16
+    copies: Foresees = lambda row, place: place >= begins[row] + 3  # noqa: E731
+    return (
+        lambda row, place: copies(row, place) or uniform(seed * 1000 + row, place, Salt.ACCEPT) < 0.06,
+        lambda row, place: 0.97 if copies(row, place) else 0.1,
+        lambda row, place: min(32, max(0, place - begins[row])),
+    )
+
+
 def short_case(rows: int, name: str, foresees: Callable[[int], tuple[Foresees, States]], quoting: bool) -> Case:
     """Return a case of rows of 64 tokens that trees draft for."""
 
     def world(seed: int) -> World:
         hits, stated = foresees(seed)
-        known: Callable[[int, int], int] = lambda row, place: 8 if quoting and hits(row, place) else 0  # noqa: E731
-        return World(
-            SHORT, plain=0.01087, asking=25e-5, asking_row=4e-5, looking=5e-6, verifying=1e-5,
-            hits=hits, stated=stated, known=known,
-        )  # fmt: skip
+        return replace(
+            SHORT_WORLD, hits=hits, stated=stated, known=lambda row, place: 8 * (quoting and hits(row, place))
+        )
 
     return Case(f"{rows} short, {name}", world, Outline(rows, 64, sources="t"))
+
+
+def loop_case(rows: int, looping: int) -> Case:
+    def world(seed: int) -> World:
+        hits, stated, known = loops(seed, looping)
+        return short_world(hits=hits, stated=stated, known=known, most=40)
+
+    return Case(f"{rows} short, {looping} repeat themselves", world, Outline(rows, 64, sources="t"))
 
 
 def long_case(rows: int, quoting: int, accepted: float, drafting: float) -> Case:
@@ -102,6 +122,8 @@ def cases() -> Iterator[Case]:
         yield short_case(rows, "nothing foreseen", lambda seed: at_random(seed, 0.0, 1e-9), False)
         half = max(rows // 2, 1)
         yield short_case(rows, f"{half} quote", lambda seed, half=half: quotes(seed, half, 0.6), True)  # type: ignore[misc]
+    for looping in (1, 2, 4):
+        yield loop_case(4, looping)
     for case in ((1, 1, 0.9, 0.2), (4, 2, 0.9, 0.2), (16, 8, 0.93, 0.1), (16, 12, 0.8, 0.1), (16, 4, 0.9, 0.25)):
         yield long_case(*case)
 

@@ -48,6 +48,7 @@ class World:
     passes: Callable[[int], float] = float  # the time of chains by their length, in tokens
     deepening: float = 0.5  # of a costly source's drafts
     carrying: float = 0.0  # of a costly source at each step that keeps states for it, besides its drafts
+    most: int = 8  # tokens of a tree
     hits: Callable[[int, int], bool] = never  # whether the trees have a token
     stated: Callable[[int, int], float] | None = None  # how sure they are of their first token
     known: Callable[[int, int], int | None] = lambda row, place: None
@@ -93,7 +94,7 @@ class _Simulated(Source):
 
 
 class Branches(_Simulated):
-    """Trees of up to eight tokens."""
+    """Trees of one branch."""
 
     def promise(self, rows: Sequence[Row]) -> list[int | None]:
         self.world.take(self.world.looking * len(rows))
@@ -107,7 +108,7 @@ class Branches(_Simulated):
     def _draft(self, row: int, place: int, nodes: int) -> DraftTree:
         world = self.world
         world.asked.append((row, place))
-        tokens = [RIGHT if world.hits(row, place + i) else WRONG for i in range(min(8, nodes))]
+        tokens = [RIGHT if world.hits(row, place + i) else WRONG for i in range(min(world.most, nodes))]
         sure = (0.9 if world.hits(row, place) else 0.1) if world.stated is None else world.stated(row, place)
         count = len(tokens)
         return DraftTree(np.array(tokens), np.arange(-1, count - 1), probability=sure ** np.arange(1, count + 1))

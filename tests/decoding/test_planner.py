@@ -231,7 +231,7 @@ def test_a_costly_source_is_asked_where_it_pays(deepening, deep, rows):
     world = World(curve, hits=quoted, deepening=deepening, deep=lambda row, place: (right(row, place), deep))
     seconds, _ = simulate(world, Outline(rows, 1200, sources="td"))
     alone, _ = simulate(World(curve, hits=quoted), Outline(rows, 1200, sources="t"))
-    tokens, late = sum(deep**i for i in range(5)), 60
+    tokens, late = sum(deep**i for i in range(5)), 65
     best = alone - 600 + 600 * min((1 + deepening + 4 * 0.02) / tokens, 1.0)
     assert seconds < 1.15 * best + late
     in_vain = sum(place // 100 % 2 for _, place in world.deepened)
@@ -553,12 +553,23 @@ def test_a_batch_costs_what_its_rows_cost_one_after_the_other():
 
 def test_a_token_of_the_row_that_ends_last_is_worth_most_and_in_a_server_all_are_alike():
     table = CostTable(CostCurve((1, 2), (1.0, 1.01)))
-    worth = token_values([400, 20, 20, 20], [1.0] * 4, [0] * 4, table, 1.0, True)
+    worth = _first_tokens([400, 20, 20, 20], [1.0] * 4, table)
     assert worth[0] > 0.95 and max(worth[1:]) < 0.03
-    alike = token_values([400, 20, 20, 20], [1.0] * 4, [0] * 4, table, 1.0, False)
-    assert alike == pytest.approx([1.03 / 4] * 4)
-    alone = token_values([400], [2.0], [0], table, 1.1, True)
-    assert alone == pytest.approx([0.55])
+    assert _first_tokens([400, 20, 20, 20], [1.0] * 4, table, closed=False) == pytest.approx([1.03 / 4] * 4)
+    assert _first_tokens([400], [2.0], table, stretch=1.1) == pytest.approx([0.55])
+
+
+def test_tokens_of_one_row_are_worth_less_and_less_and_those_of_all_rows_are_not():
+    """Sixteen steps of four rows: one row's tokens end the batch sooner only while it may be the last."""
+    values = token_values([16] * 4, [1.0] * 4, [0] * 4, CostTable(CostCurve((1, 2), (1.0, 1.01))), 1.0, True)
+    first, later, together = (
+        values.after(np.array(tokens)[:, None])[0, 0] for tokens in ([0] * 4, [12, 0, 0, 0], [12] * 4)
+    )
+    assert first == pytest.approx(together) and later < first / 8
+
+
+def _first_tokens(left, gains, table, stretch=1.0, closed=True):
+    return token_values(left, gains, [0] * len(left), table, stretch, closed).after(0.0)[:, 0].tolist()
 
 
 def test_a_ledger_keeps_savings_up_to_a_limit_and_trials_apart():

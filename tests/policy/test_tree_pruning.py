@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from forerun.core.tree import ROOT, DraftTree
 from forerun.core.verify import Outcome, Verdict
 from forerun.policy.cost_curve import CostCurve, CostTable
+from forerun.policy.ledger import TokenValues, token_values
 from forerun.policy.pass_shape import PassShape
 from forerun.policy.tree_pruning import PrunedTrees, TreePruner
 
@@ -36,7 +37,7 @@ def prune(
     given: PassShape | None = None, **costs: float,
 ) -> PrunedTrees:  # fmt: skip
     """Prune where a token of each row is worth ``value`` plain passes."""
-    values = [value] * len(trees)
+    values = TokenValues(*np.array([value, 0.0, 1.0, 1.0])[:, None, None].repeat(len(trees), 1))
     return pruner.prune(given or shape(len(trees)), trees, values, CostTable(curve), **costs)
 
 
@@ -194,3 +195,14 @@ def test_a_drawn_node_that_was_not_scored_teaches_nothing():
         assert len(kept) == 2
         pruner.learn([(0, Outcome(kept, Verdict([0, 1], [0, 1, 2]), NO_LOGITS), drawn)])
         assert pruner._calibration.seen.sum() == pytest.approx(shown, rel=0.05)
+
+
+def test_a_row_alone_is_scored_until_it_no_longer_ends_last_and_all_rows_together_further() -> None:
+    """Four rows of a closed batch that end after sixteen steps, with good drafts in one or in all of them."""
+    table, sure = CostTable(CostCurve((1, 2), (1.0, 1.05))), chain(chance=0.93)
+    worth = token_values([17] * 4, [1.0] * 4, [0] * 4, table, 1.0, True)
+    alone, together = (
+        [len(tree) for tree in TreePruner(VOCABULARY).prune(shape(4), trees, worth, table).trees]
+        for trees in ([sure, *[DraftTree.empty()] * 3], [sure] * 4)
+    )
+    assert 2 <= alone[0] <= 10 and together == [CHAIN] * 4

@@ -85,15 +85,15 @@ class Choice:
             self._stretch = 1.0
         table, left, cached = self.costs.table, shape.left + shape.undrafted_left, shape.cached + shape.undrafted_cached
         gains = [row.tokens for row in rows] + [1.0] * len(shape.undrafted_left)
-        values = token_values(left, gains, cached, table, self._stretch, shape.closed)
+        worth = token_values(left, gains, cached, table, self._stretch, shape.closed)
         remaining = cost_to_go(left, cached, table, shape.closed)
         if fresh:
             self.ledger.open(remaining)
         alone = shape.alone(table)
         plain = alone if shape.decodes else shape.cost(table, [0] * len(shape))
-        step = Decision(shape, rows, values[: len(shape)], remaining, plain, alone)
+        step = Decision(shape, rows, worth, worth.after(0.0)[: len(shape), 0].tolist(), remaining, plain, alone)
         step.fixed, step.slopes = self.costs.nodes(step)
-        step.prices = [slope / value for slope, value in zip(step.slopes, values, strict=False)]
+        step.prices = [slope / value for slope, value in zip(step.slopes, step.values, strict=True)]
         if self._has_costly:
             self._consider_costly(step)
         return step
@@ -126,14 +126,16 @@ class Choice:
         missing for others."""
         line, gains = self.costs.proposals.line, self._gains
         able = [row for row, budget in enumerate(step.shape.budgets) if budget > 0]
+        values = step.values_after({row: gains.expected(classes[row], step.prices[row]) / 2 for row in able})
+        prices = [slope / value for slope, value in zip(step.slopes, values, strict=True)]
 
         def net(row: int, doubt: float) -> float:
-            return step.values[row] * gains.expected(classes[row], step.prices[row], doubt) - line.each
+            return values[row] * gains.expected(classes[row], prices[row], doubt) - line.each
 
         def lacks(rows: Sequence[int], doubt: float) -> float:
             """Include a node of each row that has some that pay: without, the proposal itself would be lost, again and
             again."""
-            nodes = sum([step.slopes[row] for row in rows if gains.nodes(classes[row], step.prices[row], doubt)])
+            nodes = sum([step.slopes[row] for row in rows if gains.nodes(classes[row], prices[row], doubt)])
             return self.ledger.lacks(line.at(len(rows)) + max(step.fixed, 0.0) + nodes + step.reserved, doubt > 0)
 
         rows, trial, lacking = _paying(able, net, line.start + step.fixed, lacks)
@@ -158,9 +160,10 @@ class Choice:
         """Choose the rows, among these with their trees, that a costly source drafts for."""
         line, spent, gains = self.costs.extensions.line, self.costs.proposed(step), self._costly_gains
         kinds = {row: gains.kind(tree.expected) for row, tree in trees.items() if step.shape.budgets[row] > 0}
+        values = step.values_after({row: trees[row].expected + gains.expected(kind) / 2 for row, kind in kinds.items()})
 
         def net(row: int, doubt: float) -> float:
-            return step.values[row] * gains.expected(kinds[row], 0.0, doubt) - line.each
+            return values[row] * gains.expected(kinds[row], 0.0, doubt) - line.each
 
         def lacks(rows: Sequence[int], doubt: float) -> float:
             return self.ledger.lacks_costly(spent, line.at(len(rows)), doubt > 0)
@@ -185,13 +188,13 @@ class Choice:
     def _pruned(self, step: Decision, trees: Sequence[DraftTree], slack: float) -> PrunedTrees:
         correction = self.costs.correction
         fixed = (correction.start - 1.0) * step.alone
-        return self._pruner.prune(step.shape, trees, step.values, self.costs.table, fixed, correction.each, slack)
+        return self._pruner.prune(step.shape, trees, step.worth, self.costs.table, fixed, correction.each, slack)
 
     def chain_length(self, step: Decision, most: int, stops_early: bool) -> tuple[int, list[float]]:
         """Choose the draft length of chains, of at most ``most`` tokens, after the step's tree was pruned. Returns 0 if
         the tree or nothing is better; and by row, the probability of full acceptance at which another token does not
         pay."""
-        shape, pruned, table, values = step.shape, step.pruned, self.costs.table, np.array(step.values)
+        shape, pruned, table = step.shape, step.pruned, self.costs.table
         tree = 0.0 if pruned is None or not pruned.nodes else pruned.worth - self.costs.scored(step, pruned.added)
         draft, lengths, rows = self.costs.draft_line(shape.cached), np.arange(1, most + 1), len(shape)
         scored = np.array(
@@ -200,11 +203,14 @@ class Choice:
         extra, spent = draft.start + draft.each * lengths + scored, self.costs.proposed(step)
         longest = max(row.rate.longest for row in step.rows)
         allowed = lengths <= max(longest, CHEAP * step.alone / max(draft.each, 1e-9))
-        least = ((draft.each + (float(scored[-1]) - float(scored[0])) / max(most - 1, 1)) / rows / values).tolist()
+        each = draft.each + (float(scored[-1]) - float(scored[0])) / max(most - 1, 1)
+        least = [each / rows / value for value in step.values]
         for doubt in (0.0, DOUBT):
             powers = np.array([row.rate.rate(doubt) for row in step.rows])[:, None] ** lengths
             affordable = allowed & (extra <= self.ledger.available(doubt > 0) - spent)
-            net = np.where(affordable, values @ powers.cumsum(1) - extra, -np.inf)
+            tokens = np.zeros((shape.waiting, most))
+            tokens[:rows] = powers.cumsum(1)
+            net = np.where(affordable, (step.worth.after(tokens / 2) * tokens).sum(0) - extra, -np.inf)
             best = int(net.argmax())
             if net[best] > max(tree, 0.0):
                 step.chain = int(np.flatnonzero(affordable)[-1]) + 1 if stops_early and not doubt else best + 1

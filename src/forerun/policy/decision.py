@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from forerun.core.tree import DraftTree
 from forerun.policy.gains import RowGains
+from forerun.policy.ledger import TokenValues
 from forerun.policy.pass_shape import PassShape
 from forerun.policy.tree_pruning import PrunedTrees
 
@@ -17,7 +20,8 @@ class Decision:
     """What a step under way drafts. Costs and worths are in plain passes, times in seconds.
 
     Attributes:
-        rows, values: what drafts recently gained, and the worth of a token, by row that may have a draft.
+        rows: what drafts recently gained, by row that may have a draft.
+        worth, values: what tokens of all waiting rows save, and the first token of a row that may have a draft.
         cost_to_go: of all waiting rows.
         plain, alone: cost of the pass without drafts, and without prompts either.
         fixed, slopes: cost of having nodes at all, and of a node of each row; ``prices``: of that node, in tokens.
@@ -36,6 +40,7 @@ class Decision:
 
     shape: PassShape
     rows: Sequence[RowGains]
+    worth: TokenValues
     values: list[float]
     cost_to_go: float
     plain: float
@@ -62,6 +67,14 @@ class Decision:
     proposal: float = 0.0
     extension: float = 0.0
     drafting: float = 0.0
+
+    def values_after(self, tokens: Mapping[int, float]) -> list[float]:
+        """Return what a token of each row saves after so many tokens of these rows."""
+        if not self.worth.fade:
+            return self.values
+        every = np.zeros((self.shape.waiting, 1))
+        every[list(tokens), 0] = list(tokens.values())
+        return self.worth.after(every)[: len(self.shape), 0].tolist()  # type: ignore[no-any-return]
 
     @property
     def plain_step(self) -> bool:

@@ -6,16 +6,17 @@ Costs are in plain passes, by the cost curve: c(B) is the cost of a pass over on
 Phi = sum over k of (R_k - R_{k-1}) c(B - k + 1). In a server, where new rows replace finished ones, each token costs
 its share of a pass: Phi = sum(R) c(B) / B.
 
-**Value of a token.** One more token for a row saves one of its steps: a whole pass for the row that ends last, else
-only a share of the batch's passes. Rows end at T = R / g, where g is the recent tokens per step; which one ends last is
-uncertain by about sqrt(max T). If a step costs s plain ones, a row's token is worth P s / g, with P = last c(1) + (1 -
-last) (c(B) - c(1)) / (B - 1).
+**Value of a token.** Rows end at T = R / g, where g is the recent tokens per step, and the batch with the last one:
+after about d log(sum exp(T / d)) steps, their maximum, smoothed by its uncertainty d = sqrt(max T). So a token saves
+its row's share of that sum of the batch's steps, each worth c(1); the other steps of the row are worth (c(B) - c(1)) /
+(B - 1). If a step costs s plain ones, so does what it saves. Tokens of one row alone are worth less and less, as it is
+no longer the last; of all rows, they are not. In a server, a token saves its share of a pass, c(B) / B.
 
 **Ledger.** A step loses its time minus its progress, the reduction of the cost to go. The slack is what may still be
 lost: a small start, a share of the progress, and earlier savings up to ``SAVED``. An action is taken only if the slack
 covers its cost with all drafts rejected. So a batch costs at most
 
-    (1 + SHARE) Phi_0 + START_SLACK
+    (1 + SHARE) Phi_0 + min(START_SLACK, max(TRIAL_SLACK, START_SHARE Phi_0))
 
 plain passes, plus the overrun of one step over its estimate, deciding in steps without drafts, the error of the unit
 (seconds of a plain pass), single disturbances of the machine (``TimeModel.record``), and what earlier batches saved, up
@@ -26,12 +27,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from forerun.policy.cost_curve import CostTable
+import numpy as np
+import numpy.typing as npt
+
+from forerun.policy.cost_curve import CostTable, FloatArray
 
 START_SLACK = 3.0
 """What the first batch may lose at its start, in plain passes. With one pass, a first proposal that cost twice its
 guess ended drafting for a whole request."""
+START_SHARE = 0.02
+"""Share of the first batch's cost to go that may be lost at its start. With ``SHARE``, the sum is 3 %, as much as
+``forerun bench never-slower`` allows a median."""
 TRIAL_SLACK = 1.0
 """What trials may lose at the start, in plain passes: one rejected draft of typical size."""
 SHARE = 0.01
@@ -63,7 +71,7 @@ class Ledger:
 
     def open(self, cost_to_go: float) -> None:
         """Start a batch: earlier savings count only up to a share of its cost."""
-        allowed = max(TRIAL_SLACK, CREDIT * cost_to_go)
+        allowed = max(TRIAL_SLACK, (CREDIT if self.progress else START_SHARE) * cost_to_go)
         self.slack, self.trials = min(self.slack, allowed), min(self.trials, allowed)
 
     def available(self, trial: bool) -> float:
@@ -122,26 +130,50 @@ def cost_to_go(left: Sequence[int], cached: Sequence[int], table: CostTable, clo
     return total
 
 
+class TokenValues(NamedTuple):
+    """What tokens save, in plain passes, by row; see the module. Columns ``[rows, 1]``.
+
+    Attributes:
+        each, last: what a token saves in any row, and beyond that in the one that ends last.
+        weights: of the rows in the sum; a weight fades by a factor e with ``spreads`` tokens.
+    """
+
+    each: FloatArray
+    last: FloatArray
+    weights: FloatArray
+    spreads: FloatArray
+
+    @property
+    def fade(self) -> bool:
+        """Whether further tokens of one row alone are worth less: in a closed batch."""
+        return bool(self.last[0, 0])
+
+    def after(self, tokens: npt.ArrayLike) -> FloatArray:
+        """Return what a token saves after so many of each row, ``[rows, n]`` or, if it does not ``fade``, a column."""
+        if not self.fade:
+            return self.each
+        weights = self.weights * np.exp(np.divide(tokens, -self.spreads))
+        values: FloatArray = self.each + self.last * weights / weights.sum(0)
+        return values
+
+
 def token_values(
     left: Sequence[int], gains: Sequence[float], cached: Sequence[int], table: CostTable, stretch: float, closed: bool
-) -> list[float]:
-    """Return the value of a token of each row, in plain passes: P s / g; see the module.
+) -> TokenValues:
+    """Return what tokens of each row save; see the module.
 
     Args:
         left, cached, closed: see ``cost_to_go``.
         gains: recent tokens per step of each row.
         stretch: recent cost of a step over a plain one.
     """
-    rows, together = len(left), table.decoding(len(left), sum(cached))
+    rows, together, tokens = len(left), table.decoding(len(left), sum(cached)), np.array(gains)[:, None]
     if not closed or rows == 1:
-        return [together / rows * stretch / gain for gain in gains]
-    steps = [tokens / gain for tokens, gain in zip(left, gains, strict=True)]
-    longest = max(steps)
+        return TokenValues(together / rows * stretch / tokens, *np.array([[[0.0]], [[1.0]], [[1.0]]]).repeat(rows, 1))
+    steps = np.array(left)[:, None] / tokens
+    longest = steps.max()
     spread = math.sqrt(longest) + 1e-9
-    chances = [math.exp((each - longest) / spread) for each in steps]
-    total, values = sum(chances), list[float]()
-    for chance, length, gain in zip(chances, cached, gains, strict=True):
-        last, alone = chance / total, table.decoding(1, length)
-        share = last * alone + (1.0 - last) * max(together - alone, 0.0) / (rows - 1)
-        values.append(share * stretch / gain)
-    return values
+    alone = np.array([table.decoding(1, length) for length in cached])[:, None]
+    share = np.maximum(together - alone, 0.0) / (rows - 1)
+    scale = stretch / tokens
+    return TokenValues(share * scale, (alone - share) * scale, np.exp((steps - longest) / spread), spread * tokens)

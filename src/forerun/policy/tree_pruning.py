@@ -8,6 +8,7 @@ scored. No clock is involved. A step of a small model lasts half a millisecond, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -31,11 +32,15 @@ from forerun.policy.calibration import (
     odds_of,
 )
 from forerun.policy.cost_curve import CostCurve, CostTable, FloatArray
+from forerun.policy.ledger import TokenValues, token_values
 from forerun.policy.pass_shape import PassShape
 
 BEGIN, DEPTH, STATES, CACHED, SCORED, KEPT = range(6)
 """By row of the batch: its tree's first node, maximum depth, whether the drafter states probabilities, cached tokens,
-tokens scored so far, and kept nodes."""
+tokens scored so far, and picked or kept nodes."""
+
+EACH, LAST, WEIGHT, SPREAD = range(4)
+"""Columns of ``TokenValues``."""
 
 EMPTY = DraftTree.empty()
 
@@ -49,7 +54,7 @@ class NodeTable(NamedTuple):
         depths: 1 for a child of the root; ``groups``: index into a ``CalibrationTable``.
         chances: probability of acceptance; 0 if impossible.
         kept: index in the scored tree, or -1; ``kept_tokens``, ``kept_parents``: of that tree, from ``BEGIN`` on.
-        order, worth: nodes by worth, best first, and their worth.
+        order, picks: each row's nodes by chance, and all rows' by worth, best first.
     """
 
     tokens: IntArray
@@ -64,12 +69,12 @@ class NodeTable(NamedTuple):
     kept_tokens: IntArray
     kept_parents: IntArray
     order: IntArray
-    worth: FloatArray
+    picks: IntArray
 
     @classmethod
     def allocate(cls, nodes: int) -> NodeTable:
         columns: dict[str, Any] = {name: np.zeros(nodes, np.int64) for name in cls._fields}
-        return cls(**columns | {name: np.zeros(nodes) for name in ("stated", "odds", "chances", "worth")})
+        return cls(**columns | {name: np.zeros(nodes) for name in ("stated", "odds", "chances")})
 
 
 class PrunedTrees(NamedTuple):
@@ -96,13 +101,14 @@ class TreePruner:
         self,
         shape: PassShape,
         trees: Sequence[DraftTree],
-        values: Sequence[float],
+        worth: TokenValues,
         table: CostTable,
         fixed: float = 0.0,
         slope: float = 1.0,
         slack: float = float("inf"),
     ) -> PrunedTrees:
-        """Keep what is worth scoring of each row's tree; see the function ``prune``."""
+        """Keep what is worth scoring of each row's tree; see the function ``prune``. ``worth`` is of these rows, and
+        further ones without trees."""
         self._begins = begins = [0, *accumulate(map(len, trees))]
         if not (size := begins[-1]):
             return PrunedTrees([EMPTY] * len(trees), 0, 0.0, 0.0, 0.0)
@@ -117,9 +123,8 @@ class TreePruner:
         rows = np.array([begins, *([*each, 0] for each in (depths, states, shape.cached, shape.pending, none))])
         passes, looks = table.curves(shape.tokens + size + 1)
         nodes, groups = self._addresses()
-        found = prune(
-            nodes, groups, rows, self._vocabulary, passes, looks, shape.tokens, fixed, slope, np.array(values), slack
-        )
+        scored = shape.tokens, fixed, slope, np.hstack(worth), slack
+        found = prune(nodes, groups, rows, self._vocabulary, passes, looks, *scored)
         return PrunedTrees(list(map(self._part, trees, rows[KEPT].tolist(), begins)), *found)
 
     def _addresses(self) -> tuple[int, int]:
@@ -178,27 +183,50 @@ def _add_tree(table: NodeTable, calibration: CalibrationTable, row: int, rows: I
 
 
 @compiled
-def _sort(table: NodeTable, rows: IntArray, look: float, values: FloatArray) -> int:
-    """Sort the nodes that can be accepted by worth, parents before children; ``look``: cost of a node per cached token.
-    Returns their number."""
-    order, worth, size = table.order, table.worth, 0
-    for node in range(rows[BEGIN, -1]):
-        if table.chances[node] > 0.0:
-            row, at = table.rows[node], size
-            own = table.chances[node] * values[row] - look * rows[CACHED, row]
-            while at > 0 and worth[at - 1] < own:
-                order[at], worth[at] = order[at - 1], worth[at - 1]
+def _sort(table: NodeTable, rows: IntArray) -> None:
+    """Sort each row's nodes by chance, parents before children."""
+    order, chances = table.order, table.chances
+    for row in range(rows.shape[1] - 1):
+        begin = rows[BEGIN, row]
+        for node in range(begin, rows[BEGIN, row + 1]):
+            at = node
+            while at > begin and chances[order[at - 1]] < chances[node]:
+                order[at] = order[at - 1]
                 at -= 1
-            order[at], worth[at] = node, own
-            size += 1
-    return size
+            order[at] = node
+
+
+@compiled
+def _best_row(table: NodeTable, rows: IntArray, look: float, worth: FloatArray) -> int:
+    """Return the row whose next node is worth most, or -1 if none can be accepted; ``look``: cost of a node per cached
+    token."""
+    best, most, total = -1, 0.0, worth[:, WEIGHT].sum()
+    for row in range(rows.shape[1] - 1):
+        at = rows[BEGIN, row] + rows[KEPT, row]
+        if at < rows[BEGIN, row + 1]:
+            chance = table.chances[table.order[at]]
+            value = worth[row, EACH] + worth[row, LAST] * worth[row, WEIGHT] / total
+            own = chance * value - look * rows[CACHED, row]
+            if chance > 0.0 and (best < 0 or own > most):
+                best, most = row, own
+    return best
+
+
+@compiled
+def _gain(worth: FloatArray, row: int, tokens: float) -> float:
+    """Return what a part of a token of a row saves, and let its weight fade."""
+    spread, total = worth[row, SPREAD], worth[:, WEIGHT].sum()
+    share = worth[row, WEIGHT] / total
+    left = math.exp(-tokens / spread)
+    worth[row, WEIGHT] *= left
+    return float(worth[row, EACH] * tokens - worth[row, LAST] * spread * math.log(1.0 - share * (1.0 - left)))
 
 
 @compiled
 def _extract(table: NodeTable, rows: IntArray, count: int) -> None:
-    """Write the trees of the first ``count`` nodes in order."""
+    """Write the trees of the first ``count`` picked nodes."""
     for number in range(count):
-        table.kept[table.order[number]] = 0
+        table.kept[table.picks[number]] = 0
     for row in range(rows.shape[1] - 1):
         begin, size = rows[BEGIN, row], 0
         for node in range(begin, rows[BEGIN, row + 1]):
@@ -221,7 +249,7 @@ def prune(
     fed: int,
     fixed: float,
     slope: float,
-    values: FloatArray,
+    worth: FloatArray,
     slack: float,
 ) -> tuple[int, float, float, float]:
     """Keep the nodes whose tokens are worth more than they cost.
@@ -233,7 +261,7 @@ def prune(
         curve, looks: costs of passes over 0, 1, ... tokens with empty caches, and per cached token.
         fed: tokens of the pass besides nodes.
         fixed, slope: nodes cost ``slope`` times what they add by the curve, plus ``fixed``; at most ``slack``.
-        values: of a token, in plain passes, ``[rows]``.
+        worth: ``TokenValues``, ``[all rows, 4]``; changed.
 
     Returns:
         All but the first field of ``PrunedTrees``.
@@ -241,22 +269,28 @@ def prune(
     table, calibration = _nodes_at(nodes), _calibration_at(groups)
     for row in range(rows.shape[1] - 1):
         _add_tree(table, calibration, row, rows, vocabulary)
-    size = _sort(table, rows, slope * (looks[-1] - looks[1]) / max(len(looks) - 2, 1), values)
+    _sort(table, rows)
+    look = slope * (looks[-1] - looks[1]) / max(len(looks) - 2, 1)
     best, best_worth, best_tokens, best_added, most = 0, 0.0, 0.0, 0.0, 0.0
-    worth, expected, looking = 0.0, 0.0, 0.0
-    for number in range(size):
-        node = table.order[number]
-        row = table.rows[node]
+    saved, expected, looking, number = 0.0, 0.0, 0.0, 0
+    while True:
+        row = _best_row(table, rows, look, worth)
+        if row < 0:
+            break
+        node = table.order[rows[BEGIN, row] + rows[KEPT, row]]
+        table.picks[number] = node
         expected += table.chances[node]
-        worth += table.chances[node] * values[row]
+        saved += _gain(worth, row, table.chances[node])
         looking += rows[CACHED, row] * (looks[rows[SCORED, row] + 1] - looks[rows[SCORED, row]])
         rows[SCORED, row] += 1
-        added = curve[fed + number + 1] - curve[fed] + looking
+        rows[KEPT, row] += 1
+        number += 1
+        added = curve[fed + number] - curve[fed] + looking
         cost = fixed + slope * added
         if cost > slack:
             break
-        if worth - cost > most:
-            most, best, best_worth, best_tokens, best_added = worth - cost, number + 1, worth, expected, added
+        if saved - cost > most:
+            most, best, best_worth, best_tokens, best_added = saved - cost, number, saved, expected, added
     _extract(table, rows, best)
     return best, best_worth, best_tokens, best_added
 
@@ -300,5 +334,6 @@ def warm_up() -> None:
     """Compile the code of pruning, or load it from the cache."""
     pruner, ones = TreePruner(2), np.ones(1, np.int64)
     tree = DraftTree.unchecked(ones, np.full(1, ROOT), np.ones(1))
-    pruner.prune(PassShape([2], [0], [1], [1]), [tree], [1.0], CostTable(CostCurve.linear(10.0)))
+    table = CostTable(CostCurve.linear(10.0))
+    pruner.prune(PassShape([2], [0], [1], [1]), [tree], token_values([2], [1.0], [0], table, 1.0, True), table)
     learn(*pruner._addresses(), np.zeros((1, 6), np.int64), ones)
