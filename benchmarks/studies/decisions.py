@@ -85,9 +85,7 @@ def short_case(rows: int, name: str, foresees: Callable[[int], tuple[Foresees, S
 
     def world(seed: int) -> World:
         hits, stated = foresees(seed)
-        return replace(
-            SHORT_WORLD, hits=hits, stated=stated, known=lambda row, place: 8 * (quoting and hits(row, place))
-        )
+        return short_world(hits=hits, stated=stated, known=lambda row, place: 8 * (quoting and hits(row, place)))
 
     return Case(f"{rows} short, {name}", world, Outline(rows, 64, sources="t"))
 

@@ -562,14 +562,12 @@ def test_a_token_of_the_row_that_ends_last_is_worth_most_and_in_a_server_all_are
 def test_tokens_of_one_row_are_worth_less_and_less_and_those_of_all_rows_are_not():
     """Sixteen steps of four rows: one row's tokens end the batch sooner only while it may be the last."""
     values = token_values([16] * 4, [1.0] * 4, [0] * 4, CostTable(CostCurve((1, 2), (1.0, 1.01))), 1.0, True)
-    first, later, together = (
-        values.after(np.array(tokens)[:, None])[0, 0] for tokens in ([0] * 4, [12, 0, 0, 0], [12] * 4)
-    )
+    first, later, together = (values.after(tokens)[0] for tokens in ([0] * 4, [12, 0, 0, 0], [12] * 4))
     assert first == pytest.approx(together) and later < first / 8
 
 
 def _first_tokens(left, gains, table, stretch=1.0, closed=True):
-    return token_values(left, gains, [0] * len(left), table, stretch, closed).after(0.0)[:, 0].tolist()
+    return token_values(left, gains, [0] * len(left), table, stretch, closed).after([0.0] * len(left))
 
 
 def test_a_ledger_keeps_savings_up_to_a_limit_and_trials_apart():

@@ -37,7 +37,7 @@ def prune(
     given: PassShape | None = None, **costs: float,
 ) -> PrunedTrees:  # fmt: skip
     """Prune where a token of each row is worth ``value`` plain passes."""
-    values = TokenValues(*np.array([value, 0.0, 1.0, 1.0])[:, None, None].repeat(len(trees), 1))
+    values = TokenValues(*([each] * len(trees) for each in (value, 0.0, 1.0, 1.0)))
     return pruner.prune(given or shape(len(trees)), trees, values, CostTable(curve), **costs)
 
 

@@ -91,7 +91,7 @@ class Choice:
             self.ledger.open(remaining)
         alone = shape.alone(table)
         plain = alone if shape.decodes else shape.cost(table, [0] * len(shape))
-        step = Decision(shape, rows, worth, worth.after(0.0)[: len(shape), 0].tolist(), remaining, plain, alone)
+        step = Decision(shape, rows, worth, worth.after([0.0] * len(left))[: len(shape)], remaining, plain, alone)
         step.fixed, step.slopes = self.costs.nodes(step)
         step.prices = [slope / value for slope, value in zip(step.slopes, step.values, strict=True)]
         if self._has_costly:
@@ -208,9 +208,9 @@ class Choice:
         for doubt in (0.0, DOUBT):
             powers = np.array([row.rate.rate(doubt) for row in step.rows])[:, None] ** lengths
             affordable = allowed & (extra <= self.ledger.available(doubt > 0) - spent)
-            tokens = np.zeros((shape.waiting, most))
-            tokens[:rows] = powers.cumsum(1)
-            net = np.where(affordable, (step.worth.after(tokens / 2) * tokens).sum(0) - extra, -np.inf)
+            tokens = powers.cumsum(1)
+            values = np.array([step.values_after(dict(enumerate(column / 2))) for column in tokens.T])
+            net = np.where(affordable, (values.T * tokens).sum(0) - extra, -np.inf)
             best = int(net.argmax())
             if net[best] > max(tree, 0.0):
                 step.chain = int(np.flatnonzero(affordable)[-1]) + 1 if stops_early and not doubt else best + 1

@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from forerun.core.tree import DraftTree
 from forerun.policy.gains import RowGains
 from forerun.policy.ledger import TokenValues
@@ -72,9 +70,8 @@ class Decision:
         """Return what a token of each row saves after so many tokens of these rows."""
         if not self.worth.fade:
             return self.values
-        every = np.zeros((self.shape.waiting, 1))
-        every[list(tokens), 0] = list(tokens.values())
-        return self.worth.after(every)[: len(self.shape), 0].tolist()  # type: ignore[no-any-return]
+        every = [tokens.get(row, 0.0) for row in range(self.shape.waiting)]
+        return self.worth.after(every)[: len(self.shape)]
 
     @property
     def plain_step(self) -> bool:

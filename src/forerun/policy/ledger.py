@@ -29,10 +29,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-from forerun.policy.cost_curve import CostTable, FloatArray
+from forerun.policy.cost_curve import CostTable
 
 START_SLACK = 3.0
 """What the first batch may lose at its start, in plain passes. With one pass, a first proposal that cost twice its
@@ -131,30 +128,30 @@ def cost_to_go(left: Sequence[int], cached: Sequence[int], table: CostTable, clo
 
 
 class TokenValues(NamedTuple):
-    """What tokens save, in plain passes, by row; see the module. Columns ``[rows, 1]``.
+    """What tokens save, in plain passes, by row; see the module.
 
     Attributes:
         each, last: what a token saves in any row, and beyond that in the one that ends last.
         weights: of the rows in the sum; a weight fades by a factor e with ``spreads`` tokens.
     """
 
-    each: FloatArray
-    last: FloatArray
-    weights: FloatArray
-    spreads: FloatArray
+    each: list[float]
+    last: list[float]
+    weights: list[float]
+    spreads: list[float]
 
     @property
     def fade(self) -> bool:
         """Whether further tokens of one row alone are worth less: in a closed batch."""
-        return bool(self.last[0, 0])
+        return bool(self.last[0])
 
-    def after(self, tokens: npt.ArrayLike) -> FloatArray:
-        """Return what a token saves after so many of each row, ``[rows, n]`` or, if it does not ``fade``, a column."""
+    def after(self, tokens: Sequence[float]) -> list[float]:
+        """Return what a token saves after so many of each row."""
         if not self.fade:
             return self.each
-        weights = self.weights * np.exp(np.divide(tokens, -self.spreads))
-        values: FloatArray = self.each + self.last * weights / weights.sum(0)
-        return values
+        faded = [w * math.exp(-n / spread) for w, n, spread in zip(self.weights, tokens, self.spreads, strict=True)]
+        total = sum(faded)
+        return [each + last * w / total for each, last, w in zip(self.each, self.last, faded, strict=True)]
 
 
 def token_values(
@@ -167,13 +164,18 @@ def token_values(
         gains: recent tokens per step of each row.
         stretch: recent cost of a step over a plain one.
     """
-    rows, together, tokens = len(left), table.decoding(len(left), sum(cached)), np.array(gains)[:, None]
+    rows, together = len(left), table.decoding(len(left), sum(cached))
     if not closed or rows == 1:
-        return TokenValues(together / rows * stretch / tokens, *np.array([[[0.0]], [[1.0]], [[1.0]]]).repeat(rows, 1))
-    steps = np.array(left)[:, None] / tokens
-    longest = steps.max()
+        ones = [1.0] * rows
+        return TokenValues([together / rows * stretch / gain for gain in gains], [0.0] * rows, ones, ones)
+    steps = [tokens / gain for tokens, gain in zip(left, gains, strict=True)]
+    longest = max(steps)
     spread = math.sqrt(longest) + 1e-9
-    alone = np.array([table.decoding(1, length) for length in cached])[:, None]
-    share = np.maximum(together - alone, 0.0) / (rows - 1)
-    scale = stretch / tokens
-    return TokenValues(share * scale, (alone - share) * scale, np.exp((steps - longest) / spread), spread * tokens)
+    each, last = list[float](), list[float]()
+    for length, gain in zip(cached, gains, strict=True):
+        alone = table.decoding(1, length)
+        share = max(together - alone, 0.0) / (rows - 1)
+        each.append(share * stretch / gain)
+        last.append((alone - share) * stretch / gain)
+    weights = [math.exp((step - longest) / spread) for step in steps]
+    return TokenValues(each, last, weights, [spread * gain for gain in gains])

@@ -40,7 +40,7 @@ BEGIN, DEPTH, STATES, CACHED, SCORED, KEPT = range(6)
 tokens scored so far, and picked or kept nodes."""
 
 EACH, LAST, WEIGHT, SPREAD = range(4)
-"""Columns of ``TokenValues``."""
+"""Fields of ``TokenValues``."""
 
 EMPTY = DraftTree.empty()
 
@@ -123,7 +123,7 @@ class TreePruner:
         rows = np.array([begins, *([*each, 0] for each in (depths, states, shape.cached, shape.pending, none))])
         passes, looks = table.curves(shape.tokens + size + 1)
         nodes, groups = self._addresses()
-        scored = shape.tokens, fixed, slope, np.hstack(worth), slack
+        scored = shape.tokens, fixed, slope, np.array(worth), slack
         found = prune(nodes, groups, rows, self._vocabulary, passes, looks, *scored)
         return PrunedTrees(list(map(self._part, trees, rows[KEPT].tolist(), begins)), *found)
 
@@ -200,12 +200,12 @@ def _sort(table: NodeTable, rows: IntArray) -> None:
 def _best_row(table: NodeTable, rows: IntArray, look: float, worth: FloatArray) -> int:
     """Return the row whose next node is worth most, or -1 if none can be accepted; ``look``: cost of a node per cached
     token."""
-    best, most, total = -1, 0.0, worth[:, WEIGHT].sum()
+    best, most, total = -1, 0.0, worth[WEIGHT].sum()
     for row in range(rows.shape[1] - 1):
         at = rows[BEGIN, row] + rows[KEPT, row]
         if at < rows[BEGIN, row + 1]:
             chance = table.chances[table.order[at]]
-            value = worth[row, EACH] + worth[row, LAST] * worth[row, WEIGHT] / total
+            value = worth[EACH, row] + worth[LAST, row] * worth[WEIGHT, row] / total
             own = chance * value - look * rows[CACHED, row]
             if chance > 0.0 and (best < 0 or own > most):
                 best, most = row, own
@@ -215,11 +215,11 @@ def _best_row(table: NodeTable, rows: IntArray, look: float, worth: FloatArray) 
 @compiled
 def _gain(worth: FloatArray, row: int, tokens: float) -> float:
     """Return what a part of a token of a row saves, and let its weight fade."""
-    spread, total = worth[row, SPREAD], worth[:, WEIGHT].sum()
-    share = worth[row, WEIGHT] / total
+    spread, total = worth[SPREAD, row], worth[WEIGHT].sum()
+    share = worth[WEIGHT, row] / total
     left = math.exp(-tokens / spread)
-    worth[row, WEIGHT] *= left
-    return float(worth[row, EACH] * tokens - worth[row, LAST] * spread * math.log(1.0 - share * (1.0 - left)))
+    worth[WEIGHT, row] *= left
+    return float(worth[EACH, row] * tokens - worth[LAST, row] * spread * math.log(1.0 - share * (1.0 - left)))
 
 
 @compiled
@@ -261,7 +261,7 @@ def prune(
         curve, looks: costs of passes over 0, 1, ... tokens with empty caches, and per cached token.
         fed: tokens of the pass besides nodes.
         fixed, slope: nodes cost ``slope`` times what they add by the curve, plus ``fixed``; at most ``slack``.
-        worth: ``TokenValues``, ``[all rows, 4]``; changed.
+        worth: ``TokenValues``, ``[4, all rows]``; changed.
 
     Returns:
         All but the first field of ``PrunedTrees``.
