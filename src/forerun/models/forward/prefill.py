@@ -23,10 +23,9 @@ def read_prompt(
     on_read: Callable[[int], None] = lambda count: None,
     most: int | None = None,
 ) -> None:
-    """Prefill a cache with all tokens of a prompt that it does not hold yet and would not evict at once.
+    """Prefill a cache with a prompt's tokens that it does not hold yet and would not evict at once.
 
-    Passes have up to ``block_size`` tokens, and ``on_read`` receives their numbers. Stop after ``most`` tokens, if
-    given, at the end of a pass.
+    Passes of up to ``block_size`` tokens report them to ``on_read``; stop at the end of a pass after ``most`` tokens.
     """
     done = 0
     while cache.length < len(text) and (most is None or done < most):

@@ -76,11 +76,8 @@ def _grown(tokens: int) -> int:
 
 
 class Growth:
-    """A tree that grows after a sequence, as the head sees it.
-
-    ``hidden`` is the head's output at each node, ``[n, hidden]``, with the sequence's end in row 0; or logits of each
-    level, ``[levels, V]``, of a head that computes all levels at once.
-    """
+    """A tree that grows after a sequence, as the head sees it. ``hidden``: the head's output at each node, ``[n,
+    hidden]``, in row 0 at the sequence's end; or all levels' logits, ``[levels, V]``, if computed at once."""
 
     def __init__(self, sequence: HeadSequence, hidden: torch.Tensor) -> None:
         self.sequence, self.hidden = sequence, hidden
@@ -176,7 +173,5 @@ class Head(ABC):
     def extend(
         self, growths: Sequence[Growth], parents: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        """Add nodes of one level to each tree; return logits after each, ``[n, D]``.
-
-        ``parents``: of each tree's new nodes; 0 is the sequence's end, and nodes are numbered from 1 as they are added.
-        """
+        """Add nodes of one level to each tree; return logits after each, ``[n, D]``. Parents are nodes, numbered from 1
+        as they are added, or 0, the sequence's end."""

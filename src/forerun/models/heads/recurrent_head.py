@@ -66,8 +66,7 @@ class RecurrentHead(Head):
     def _read_layer(
         self, layer: int, given: Mapping[HeadSequence, torch.Tensor], entries: Mapping[HeadSequence, IntArray]
     ) -> dict[HeadSequence, torch.Tensor]:
-        """Run a layer over each sequence's last tokens, ``[n, hidden]``; return the next layer's part, without the last
-        entry, which needs the token after it."""
+        """Run a layer over last tokens ``[n, hidden]``; drop the last one's output, which lacks a next token."""
         if not given:
             return {}
         counts = [len(part) for part in given.values()]

@@ -180,8 +180,7 @@ class MessageFormat:
         return f"forerun_first_{number}_{first}", rules
 
     def _lark(self, text: str) -> str:
-        """Write text in Lark. Added tokens are written as numbers, because llguidance treats some of them as special,
-        and no text spells those."""
+        """Write text in Lark, added tokens as numbers: some are special to llguidance, and no text spells those."""
         if not text:
             return ""
         pattern = "|".join(map(re.escape, sorted(self.added, key=len, reverse=True)))
