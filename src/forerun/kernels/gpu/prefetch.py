@@ -31,8 +31,7 @@ class Ahead(NamedTuple):
 
     @classmethod
     def of(cls, weights: torch.Tensor | None, other: torch.Tensor) -> Ahead:
-        """Prefetch these weights; nothing on other GPUs and in the interpreter, with ``other`` as the pointer that
-        kernels need."""
+        """Prefetch these weights; nothing on other GPUs and in the interpreter, with ``other`` as the pointer."""
         if weights is None or weights.device.type != "cuda" or weights.data_ptr() % 16:
             return cls(other, 0, 0)
         if torch.cuda.get_device_capability(weights.device) < PREFETCH_CAPABILITY:

@@ -32,7 +32,7 @@ PROGRAM_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 CAPPED_LOGITS = frozenset({"Gemma2ForCausalLM", "Gemma3ForCausalLM"})
 """Models that cap their logits; others may have a cap in their configuration and ignore it."""
 CHANGING = frozenset({"dynamic", "longrope"})
-"""Rotary scalings whose angles depend on the sequence's length; ``longrope``'s only beyond ``position_limit``."""
+"""Rotary scalings whose angles depend on the sequence's length; ``longrope``'s only beyond ``inputs.position_limit``."""
 STORED = "stored"
 """Name of the type of quantised weights in a file's format (``stored_weights.py``)."""
 STORED_BY_FLOATS = "stored, float32 activations"
@@ -105,7 +105,7 @@ class ConvolutionPart:
 @dataclass(frozen=True)
 class DecoderLayer:
     """One decoder layer. ``before_*``, ``after_*``: norms of a part's input, and of what it adds to the residual
-    stream, or None; ``residual_multiplier``: factor on the latter."""
+    stream, or None; ``residual_multiplier``: factor on what it adds."""
 
     mixer: AttentionPart | ConvolutionPart
     gate_up: tuple[MatrixRows, ...]
@@ -123,24 +123,17 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class DecoderDescription:
-    """All that a pass computes, for programs on a CPU and passes on a GPU.
-
-    Attributes:
-        norm, head: after the last layer; linear layer of the logits.
-        activation: of the gates, by the kernels' number.
-        limit: number of positions for which the angles of the module ``rotary`` hold; None for all.
-        logits_scaling, logits_softcap: divides the logits; their soft cap, or None.
-    """
+    """All that a pass computes, for programs on a CPU and passes on a GPU."""
 
     layers: list[DecoderLayer]
     embedding: Any
     embedding_factor: float
-    norm: Any
-    head: Any
-    activation: int
-    rotary: Any
-    limit: int | None
-    logits_scaling: float
+    norm: Any  # after the last layer
+    head: Any  # linear layer of the logits
+    activation: int  # of the gates, by the kernels' number
+    rotary: Any  # module of the rotary angles
+    limit: int | None  # number of positions for which the angles hold; None for all
+    logits_scaling: float  # divides the logits
     logits_softcap: float | None
     dtype: torch.dtype
 
