@@ -129,7 +129,8 @@ def _summed(e: Emitter, parts: list[ir.Value]) -> ir.Value:
 
 @llvm_function()
 def hide(e: Emitter, scores: ir.Value, first: ir.Value, low: ir.Value, high: ir.Value) -> None:
-    """Mask keys that a query does not see; ``first``: the block's position; ``low``, ``high``: of the four ranges."""
+    """Mask keys that a query does not see: ``first`` is the block's first position; ``low`` and ``high`` point to four
+    integers, the start and end of each query's visible keys."""
     b = e.builder
     begin = e.everywhere(b.trunc(first, I32))
     lanes = [query for query in range(TILE_QUERIES) for _ in range(4)]

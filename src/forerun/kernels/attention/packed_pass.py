@@ -181,8 +181,8 @@ def scratch_bytes(heads: HeadShape, tiles: int, places: int) -> int:
 
 class TopkTables:
     """What all rows' queries choose among; replaces the units of ``PackedPass``. ``tables`` has for each row one row of
-    ``TopkFields`` per layer, with 0 in the fields that depend on the pass. ``worth_offset`` and ``worth_chunks``: where
-    the last row's chunks' worth starts, and its capacity."""
+    ``TopkFields`` per layer, with 0 in the fields that depend on the pass. ``worth_offset``, ``worth_chunks``: where
+    the worth of the last row's chunks starts, and its capacity."""
 
     def __init__(self, packed: PackedPass, tables: Sequence[IntArray]) -> None:
         self._tables, self._sizes = tables, list[_TopkSizes]()  # by row

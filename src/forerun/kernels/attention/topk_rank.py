@@ -56,7 +56,7 @@ class TopkFields(NamedTuple):
     """One layer of one row: what queries select from. Strides are in bytes."""
 
     chunks: int  # 0 if all tokens are recent
-    most: int  # chunks that a query sees besides the first; from ``chunks`` on it sees all, and ranks nothing
+    most: int  # that a query sees besides the first; from ``chunks`` on it sees all, and ranks nothing
     rank: int  # dimensions of the index
     short: int  # the index, as in ``by_definition``
     short_head: int

@@ -146,7 +146,7 @@ def _store(
 
 @triton.jit
 def _memory(q, addresses, strides, row, head, ALIGNED: tl.constexpr):
-    """Return a head's keys and values in a row, and their strides, aligned for the compiler, so that loads are wide."""
+    """Return a head's keys and values in a row, and their strides; hints on alignment keep the loads wide."""
     keys = tl.load(addresses + row * 2).to(tl.pointer_type(q.dtype.element_ty))
     values = tl.load(addresses + row * 2 + 1).to(tl.pointer_type(q.dtype.element_ty))
     k_head, k_row = tl.load(strides + row * 4), tl.load(strides + row * 4 + 1)

@@ -32,7 +32,7 @@ PROGRAM_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 CAPPED_LOGITS = frozenset({"Gemma2ForCausalLM", "Gemma3ForCausalLM"})
 """Models that cap their logits; others may have a cap in their configuration and ignore it."""
 CHANGING = frozenset({"dynamic", "longrope"})
-"""Rotary scalings whose angles depend on the sequence's length; ``longrope``'s only beyond ``inputs.position_limit``."""
+"""Rotary scalings whose angles depend on the sequence's length; ``longrope``'s only beyond ``position_limit``."""
 STORED = "stored"
 """Name of the type of quantised weights in a file's format (``stored_weights.py``)."""
 STORED_BY_FLOATS = "stored, float32 activations"

@@ -88,7 +88,7 @@ def _repeated(read: FullCache, length: int) -> FullCache:
 
 
 def _read_far(scorer: Scorer, text: IntArray, length: int) -> FullCache:
-    """Prefill ``length`` tokens, because every process of a sharded model must: only passes reach all of them."""
+    """Prefill ``length`` tokens by passes, which alone reach all processes of a sharded model."""
     far = FullCache()
     _read(scorer, far, np.resize(text, length), [length])
     return far

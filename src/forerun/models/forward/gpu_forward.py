@@ -115,7 +115,7 @@ class GpuForward:
     ) -> PassResult:
         """Run a pass described by tables; return float32 logits ``[wanted, V]``, and hidden states of ``states_of``.
 
-        ``attention`` finds keys and values in their rows' memory; ``fetch`` precedes each layer's write to it.
+        ``attention`` finds keys and values in their rows' memory; ``fetch`` is called before a layer's are written.
         """
         x = self._parts.embedding.weight[places.ids].float()
         if self._parts.embedding_factor != 1.0:

@@ -25,7 +25,8 @@ def read_prompt(
 ) -> None:
     """Prefill a cache with a prompt's tokens that it does not hold yet and would not evict at once.
 
-    Passes of up to ``block_size`` tokens report them to ``on_read``; stop at the end of a pass after ``most`` tokens.
+    Passes have up to ``block_size`` tokens; ``on_read`` receives their numbers. Stop after ``most`` tokens, if given,
+    at the end of a pass.
     """
     done = 0
     while cache.length < len(text) and (most is None or done < most):

@@ -97,7 +97,8 @@ def _candidates(frequencies: Sequence[torch.Tensor], d: int) -> Iterator[LayerRo
 
 
 def _error(turn: LayerRotation | None, keys: torch.Tensor, moved: dict[int, torch.Tensor]) -> float:
-    """Return predicted keys' largest relative error, in units of what rounding explains, of angles, then of keys."""
+    """Return predicted keys' largest relative error, in units of that from rounding angles, which grows with the
+    position, cosines, sines and keys."""
     wide = keys.double()
     errors = []
     for position, found in moved.items():

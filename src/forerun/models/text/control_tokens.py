@@ -23,7 +23,7 @@ WRITTEN_BY_MODELS = ("content", "reasoning_content")
 
 
 class GuardedChat(NamedTuple):
-    """A conversation and its tools; ``cut`` is inside what only looks like a mark, or None."""
+    """A conversation and its tools; ``cut`` is the noncharacter inside of broken marks, or None."""
 
     messages: list[Json]
     tools: list[Json] | None
