@@ -1,7 +1,6 @@
 """Forerun and ``transformers`` as contestants over one target.
 
-A drafter is *cold* if it has only the prompt, and *warm* if it has indexed its answers to other prompts of the task, as
-in a server that has run for a while.
+A drafter is *cold* if it has only the prompt, and *warm* if it has indexed its answers to other prompts of the task.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A journal of measured turns, so that a bench of several hours can be stopped and resumed.
 
-A turn is one round of all contestants over the same rows, saved completely or not at all: only adjacent runs are
-comparable.
+A turn is one round of all contestants over the same rows, saved completely or not at all, so that runs are comparable.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ WRONG_LINES_SHOWN = 5
 
 class TemplateEncoder:
     """An encoder of prompts as token ids. If the tokenizer has a chat template, a string becomes one user message, and
-    the template writes all special tokens. Otherwise, or if ``raw``, the tokenizer adds its own, unless the string
-    already begins with them."""
+    the template writes all special tokens. Else, or if ``raw``, the tokenizer adds its own, unless a string starts with
+    them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, raw: bool = False) -> None:
         self.tokenizer = tokenizer

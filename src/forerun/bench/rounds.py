@@ -1,7 +1,6 @@
 """Measure contestants on the same prompts, in interleaved rounds in one process, with medians and spread.
 
-Every contestant continues every prompt, or batch of prompts, greedily. Their order rotates between rounds, so that
-disturbances of the machine affect all.
+Every contestant continues every prompt, or batch, greedily. Their order rotates, so that disturbances affect all.
 """
 
 from __future__ import annotations

@@ -226,10 +226,8 @@ def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, bias: torch.Tensor | None = None
 ) -> AttentionState:
     """Compute attention of ``q`` ``[1, H, n, d]`` over all of ``k`` with torch, without window and sinks (``merge``).
-
-    Several query heads may share a KV head. ``bias`` ``[n, m]`` is added to the scores; minus infinity masks a key.
-    Every query must see at least one key.
-    """
+    Query heads may share a KV head. ``bias`` ``[n, m]`` is added to scores, minus infinity to mask a key; each query
+    must see one."""
     heads, n, group = q.shape[1], q.shape[2], q.shape[1] // k.shape[1]
     k, v = k.to(q.dtype), v.to(q.dtype)
     if group > 1:  # the queries of a group read their shared keys once

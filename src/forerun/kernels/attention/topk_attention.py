@@ -266,9 +266,8 @@ def selection_numbers(chunks: int) -> int:
 @compiled
 def select_topk(worth: Any, count: int, margin: float, found: int, spare: int) -> int:
     """Write the indices of at most ``count`` chunks with the highest worth, in ascending order; return their number.
-    They are in the best ``count`` groups, so the worst of these groups is a bound. Chunks whose worth is further than
-    ``margin`` below the best are left out. ``found`` has room for ``selection_numbers`` numbers of 8 bytes, ``spare``
-    for two floats per chunk."""
+    They are in the best ``count`` groups, the worst of which is a bound. Chunks over ``margin`` below the best are left
+    out. ``found`` has room for ``selection_numbers`` numbers of 8 bytes, ``spare`` for two floats per chunk."""
     groups = (len(worth) + SELECTION_GROUP - 1) // SELECTION_GROUP
     numbers = integers(found, selection_numbers(len(worth)))
     maxima, copy = floats(spare, groups), floats(spare + 4 * len(worth), len(worth))

@@ -227,8 +227,7 @@ def _scan(
     SHORT: tl.constexpr, SHORTS: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
     """Scan a tile of queries over splits of the keys stored in sequence order. Without ``MERGING``, a program runs some
-    of a tile's splits and stores each one's state; with it, it runs all of them and stores two states per query: of all
-    complete splits, and of the one after them."""
+    splits and stores each one's state; with it, all, and stores two states per query: complete splits, and the rest."""
     job, head = jobs + tl.program_id(0) * 3, tl.program_id(1)
     tile, part, parts = tl.load(job), tl.load(job + 1), tl.load(job + 2)
     row = tl.load(tiles + tile * 2)

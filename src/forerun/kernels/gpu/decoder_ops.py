@@ -58,8 +58,8 @@ def add_norm(
     dtype: torch.dtype, following: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Add a product to the residual stream ``x``, float32 ``[n, columns]``, in place; return the sum normalised.
-    ``after``, ``before``: norms of the summand and of the sum; ``factor``: on the summand; ``following``: the next
-    product's weights, to prefetch."""
+    ``after``, ``before``: norms of the summand, the sum; ``factor``: on the summand; ``following``: weights to
+    prefetch."""
     n, columns = x.shape
     y = torch.empty(n, columns, dtype=dtype, device=x.device)
     parts, bias = added or Summands(x[None])

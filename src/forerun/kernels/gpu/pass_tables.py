@@ -159,8 +159,7 @@ def _padded(shape: tuple[int, ...]) -> int:
 class PassDescription:
     """A pass, described for ``PassTables``. ``programs``: that a KV head's scan is spread over (``scan_programs``);
     ``places``: index of each block's first token in its row's memory, by default the blocks' starts; ``positions``:
-    that token's position for the model, by default ``places``; ``aligned``: whether all addresses and strides are
-    multiples of 16."""
+    that token's for the model, by default ``places``; ``aligned``: as in ``PassTables``, if known."""
 
     def __init__(
         self, blocks: Sequence[Block], addresses: IntArray, strides: IntArray, group: int, programs: int,

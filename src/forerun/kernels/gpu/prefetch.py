@@ -1,8 +1,7 @@
 """Prefetch weights into a GPU's L2 cache during small kernels that read none.
 
-Kernels between two products work on a few tokens and leave the memory idle, so extra programs of them request the first
-of the next product's weights. Since Hopper an instruction (PTX ISA, ``cp.async.bulk.prefetch.L2``) requests kilobytes
-without waiting.
+Kernels between two products leave the memory idle, so extra programs of them request the first of the next product's
+weights. Since Hopper an instruction (PTX ISA, ``cp.async.bulk.prefetch.L2``) requests kilobytes without waiting.
 """
 
 from __future__ import annotations

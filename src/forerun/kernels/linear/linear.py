@@ -66,10 +66,9 @@ def plain(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Weights:
 
 
 class Matrix(NamedTuple):
-    """A matrix as kernels see it: address, bytes per row, rows, panels, address of the bias or 0, words per block, and
-    addresses of its format's machine code, or 0: ``few``, ``many_in_rows`` and, with AVX-512, ``many_in_tiles`` for
-    plain weights; ``few`` and ``unpack``, or ``few_by_integers``, ``codes`` and ``many_by_integers``, for packed ones.
-    """
+    """A matrix as kernels see it: addresses and counts; ``block`` is its words per block. Machine code is that of its
+    format, or 0: ``few``, ``many_in_rows`` and, with AVX-512, ``many_in_tiles`` for plain weights; ``few`` and
+    ``unpack``, or ``few_by_integers``, ``codes`` and ``many_by_integers``, for packed ones."""
 
     w: int
     row: int

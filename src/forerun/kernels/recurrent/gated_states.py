@@ -124,8 +124,8 @@ def run_states(
     """Return outputs ``[m, heads, out_dim]`` of the last m tokens, and save states on the way.
 
     ``rows``, ``[n, row_width]``, and ``q``, ``[m, key_heads, dim]``, are contiguous; all are float32 or float64.
-    ``state``: ``[heads, dim, out_dim]`` before the first token, None for zeros; ``saved``: destination, ``[s, heads,
-    dim, out_dim]``.
+    ``state``: ``[heads, dim, out_dim]`` before the first token, None for zeros; ``saved``: ``[s, heads, dim,
+    out_dim]``.
     """
     if gpu.runs_on(q.device):
         from forerun.kernels.gpu import recurrences as there  # needs Triton

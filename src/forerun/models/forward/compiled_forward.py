@@ -71,8 +71,7 @@ class PassKind(NamedTuple):
 
 
 class PassSize(NamedTuple):
-    """The memory that a pass needs: its tokens; its batch's rows; most tiles of queries in a unit (``PackedPass``); and
-    positions up to the last, for the model."""
+    """The memory that a pass needs: tokens; rows of its batch; most tiles of queries in a unit; model positions."""
 
     tokens: int
     rows: int

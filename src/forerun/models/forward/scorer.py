@@ -229,8 +229,7 @@ class Scorer:
     def refresh(self) -> int:
         """Check whether the model has changed; return a number that changes with what passes compute.
 
-        Call it when a request begins, and before keys and values are shared or stored. Passes do not check: the model
-        must not be changed while a request runs.
+        Call it when a request begins, and before keys and values are shared or stored: passes do not check for changes.
         """
         with self._lock:
             if self._watch is None:
@@ -258,11 +257,9 @@ class Scorer:
 
     def keep_queries(self, beyond: int) -> None:
         """Let full caches keep queries from now on, for sparse caches that select by them beyond ``beyond`` tokens.
-
         Keeping all queries of a prompt, rather than up to ``SAMPLED_QUERIES`` per chunk, added 5 % to prefill. A
         sequence with room to grow longer keeps them from its start: those of a few generated tokens are too few to
-        select by.
-        """
+        select by."""
         self.queries_from = beyond if self.queries_from is None else min(beyond, self.queries_from)
 
     def keeps_queries(self, block: Block, cache: Cache) -> bool:

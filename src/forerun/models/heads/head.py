@@ -163,5 +163,4 @@ class Head(ABC):
     def extend(
         self, growths: Sequence[Growth], parents: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        """Add nodes of one level to each tree; return logits after each, ``[n, D]``. Parents are nodes, numbered from 1
-        as they are added, or 0, the sequence's end."""
+        """Add nodes of one level to each tree; return logits after each, ``[n, D]``. Parent 0 is the sequence's end."""

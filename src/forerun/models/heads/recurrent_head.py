@@ -20,10 +20,8 @@ from forerun.models.heads.shortlist import drafting
 
 class RecurrentHead(Head):
     """A head that predicts the next hidden state from a token and a hidden state: first the target's, later its own.
-
-    Its ``depth_layers`` layers take turns: each reads the previous one's output and the next token. ``shift`` is an
-    entry's position minus its token's index.
-    """
+    ``depth_layers`` layers take turns: each reads the previous one's output and the next token. ``shift`` is an entry's
+    position minus its token's index."""
 
     depth_layers = 1
     shift = 0

@@ -173,8 +173,7 @@ class ValueScanner:
 
 
 class MessageParser:
-    """A parser of one message in ``form``; ``template`` is from ``form.response_template``; ``parallel``: whether calls
-    after the first are passed on."""
+    """A parser of one message in ``form``, by its ``template``; ``parallel``: pass on calls after the first."""
 
     def __init__(
         self,
