@@ -1,7 +1,6 @@
 """Forerun and ``transformers`` as contestants over one target.
 
-A drafter is *cold* if it has only the prompt, and *warm* if it has indexed its answers to other prompts of the task, as
-in a server that has run for a while.
+A drafter is *cold* if it has only the prompt, and *warm* if it has indexed its answers to other prompts of the task.
 """
 
 from __future__ import annotations
@@ -51,13 +50,9 @@ Makers = Mapping[str, Callable[[], Contestant]]
 
 
 class Bench:
-    """Contestants over one target; raises ValueError with the name of one that cannot be built.
-
-    Args:
-        drafters: names from ``forerun.decoding.recipes``; each runs cold, tries also warm.
-        settings: of the drafters for long contexts; transformers' assisted generation uses the same small model.
-        skip: names of contestants to leave out; see ``check_skip``.
-    """
+    """Contestants over one target; raises ValueError with the name of one that cannot be built. ``drafters`` are names
+    from ``forerun.decoding.recipes``; each runs cold, tries also warm. ``settings``: of those for long contexts;
+    transformers' assisted generation uses their small model. ``skip``: names to leave out; see ``check_skip``."""
 
     recipes: Mapping[str, Recipe] = DRAFTERS
     sampling: Mapping[str, Any] = MappingProxyType({"do_sample": False})
@@ -150,8 +145,7 @@ class Bench:
 
     @cached_property
     def threads_of_transformers(self) -> int:
-        """The thread count at which its plain decoding is fastest. All cores can be slower: next to a busy process,
-        each thread waits for the slowest."""
+        """The thread count of its fastest plain decoding: all cores can be slower, next to a busy process."""
         ids = torch.zeros((1, 8), dtype=torch.long, device=self.model.device)
         options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}
         length = {"min_new_tokens": UNTIMED_TOKENS, "max_new_tokens": UNTIMED_TOKENS}
@@ -168,8 +162,7 @@ class Bench:
             torch.set_num_threads(self._threads)
 
     def forerun(self, make: Callable[[Setup], Source], budget: int = BUDGET, pruned: bool = True) -> Contestant:
-        """Return an engine that gets a new drafter, with an index, from ``make`` in each round. ``budget`` is the
-        maximum nodes of a draft; ``pruned`` scores only the nodes that pay."""
+        """Return an engine with a new drafter from ``make`` in each round; ``pruned`` scores only nodes that pay."""
 
         def prepare() -> None:
             torch.set_num_threads(self._threads)

@@ -16,8 +16,7 @@ BUSY = 0.15
 
 @dataclass(frozen=True)
 class Load:
-    """Processor time during a run: ``own`` is how many cores this process and its children used; ``others``, the share
-    of all processors' time that other processes used, or None if unknown."""
+    """Processor time: cores used by this process and its children; share used by others, or None if unknown."""
 
     own: float
     others: float | None

@@ -1,7 +1,6 @@
 """A journal of measured turns, so that a bench of several hours can be stopped and resumed.
 
-A turn is one round of all contestants over the same rows, saved completely or not at all: only adjacent runs are
-comparable.
+A turn is one round of all contestants over the same rows, saved completely or not at all, so that runs are comparable.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ class TurnKey(NamedTuple):
 
 
 def about(model: str, dtype: str, device: str, *code: Path) -> dict[str, Any]:
-    """Return what all turns of a bench share: the machine, the software including its sources (and further folders,
-    ``code``), and the model."""
+    """Return what all turns of a bench share: machine, model, and software with its sources and those in ``code``."""
     root, place = Path(forerun.__file__).parent, find(model)
     data = [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(root.rglob("*.npy"))]
     digests = [*(sources(folder) for folder in (root, *code)), *data]
@@ -61,9 +59,8 @@ def _short(text: str) -> str:
 
 
 class Journal:
-    """The turns in a file of JSON lines, whose folder is created. ``about`` has values that must be equal for turns to
-    be comparable: the model, the machine. ``resume`` keeps the turns of an existing file, and raises ValueError if it
-    is no journal, or about other values."""
+    """The turns in a file of JSON lines. ``about``: values that must be equal for turns to be comparable. ``resume``
+    keeps the turns of an existing file, and raises ValueError if it is no journal, or about other values."""
 
     def __init__(self, path: Path, about: Mapping[str, Any], resume: bool = False) -> None:
         self._path = path

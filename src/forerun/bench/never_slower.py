@@ -1,9 +1,8 @@
 """Check whether a drafter is ever slower than plain decoding: over batches, contexts, temperatures and kinds of text.
 
 Each cell of the table has several runs: other prompts, another seed. In each, prompts are prefilled once, and every
-contestant continues from the same keys and values. So the measured time is decoding plus the drafter's prefill; the
-target's prefill, equal for all, does not dilute a loss. A long prefill lasts minutes, so prompts of tasks and of the
-long text share prefixes, and runs may share prompts.
+contestant continues from the same keys and values, so a drafter's prefill counts, but the target's does not dilute a
+loss. A long prefill costs minutes, so prompts share prefixes, and runs may share prompts.
 
 A process's first run of a cell is repeated untimed, to warm up. Plain decoding runs before and after every contestant,
 because a shared machine may be twice as slow for a few seconds. If the two times differ, the contestant and the second
@@ -34,8 +33,7 @@ from forerun.kv.full_cache import SAMPLED_QUERIES, FullCache
 
 UNDRAFTED = "none"
 STEADY = 1.05
-"""Ratio of two runs of plain decoding up to which the run between them was undisturbed. It is below the 7 % that a
-single run may lose."""
+"""Ratio of two plain runs up to which the run between them was undisturbed; below the 7 % that a run may lose."""
 ATTEMPTS = 4
 """Maximum runs of a contestant until one is steady."""
 TASKS, NOVEL, RANDOM = "tasks", "novel", "random"
@@ -44,8 +42,7 @@ TEXT_KINDS = (TASKS, NOVEL, RANDOM)
 DISTINCT_TOKENS = 32
 """Tokens of the long text before a task that occurs again, so that no two prompts, and thus outputs, are equal."""
 LEAST_MEDIAN, LEAST_SINGLE, LEAST_OF_BEST = 0.97, 0.93, 0.95
-"""The promise: the least median of a cell and the least single ratio to plain decoding, and the least fraction of the
-best other drafter's median."""
+"""The promise: least median of a cell, least single ratio, and least share of the best other drafter's median."""
 
 
 @dataclass(frozen=True)
@@ -122,14 +119,9 @@ def measure(
     journal: Journal,
     on_draw: Callable[[int, int, str], None] = lambda done, total, now: None,
 ) -> Iterator[Row]:
-    """Measure the cells and yield their rows, all of a context and batch at once.
-
-    Args:
-        engine: its drafter is replaced.
-        drafters: builders; the first must never be slower; includes ``UNDRAFTED``.
-        journal: runs in it are not measured again.
-        on_draw: called before each run with runs done, runs to do, and the cell.
-    """
+    """Measure the cells and yield their rows, all of a context and batch at once. ``drafters`` are builders: the first
+    must never be slower; they include ``UNDRAFTED``. Runs in ``journal`` are not measured again. ``on_draw`` is called
+    before each run with runs done, runs to do, and the cell."""
     names, done = [name for name in drafters if name != UNDRAFTED], 0
     for build in drafters.values():  # so that prefill keeps the queries that sparse caches select by
         engine.set_drafter(build)
@@ -203,8 +195,7 @@ def _draw(
     new_tokens: int,
     warm: bool,
 ) -> dict[str, Row]:
-    """Run each contestant on the same prompts between two runs of plain decoding. Unless the process is ``warm``, each
-    first runs once untimed."""
+    """Run each contestant between two plain runs of the same prompts, first once untimed unless ``warm``."""
 
     def run(name: str) -> Row:
         engine.set_drafter(drafters[name])

@@ -19,11 +19,9 @@ WRONG_LINES_SHOWN = 5
 
 
 class TemplateEncoder:
-    """An encoder of prompts as token ids.
-
-    If the tokenizer has a chat template, a string becomes one user message, and the template writes all special tokens.
-    Otherwise, or if ``raw``, the tokenizer adds its own, unless the string already begins with them.
-    """
+    """An encoder of prompts as token ids. If the tokenizer has a chat template, a string becomes one user message, and
+    the template writes all special tokens. Else, or if ``raw``, the tokenizer adds its own, unless a string starts with
+    them."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, raw: bool = False) -> None:
         self.tokenizer = tokenizer
@@ -31,8 +29,7 @@ class TemplateEncoder:
         self.chats = has_template(tokenizer) and not raw
 
     def __call__(self, prompt: Prompt) -> list[int]:
-        """Encode a prompt; raise ValueError for messages without a template or refused by it, and for a prompt without
-        tokens."""
+        """Encode a prompt; raise ValueError for messages that no template accepts, or for a prompt without tokens."""
         if self.chats:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             return apply_template(messages, self.tokenizer)

@@ -22,8 +22,7 @@ SURE_ROUNDS = 5
 
 
 def summarise(series: Sequence[Series], baseline: str = BASELINE, decode: Decode = str) -> list[Row]:
-    """Make a row per task and contestant, with ratios to the baseline and shares of equal outputs. ``decode`` turns
-    tokens into characters, for contestants that return only those."""
+    """Make a row per task and contestant, with ratios to the baseline and shares of equal outputs."""
     by_name = {(one.task, one.contestant): one for one in series}
     return [_row(one, by_name[one.task, baseline], by_name.get((one.task, PLAIN)), decode) for one in series]
 
@@ -239,13 +238,8 @@ def replace_file(path: Path, text: str) -> Path:
 def figure(
     path: Path, rows: int = 1, columns: int = 1, *, title: str, note: str = "", **how: Any
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield a new figure and its axes, and write it to ``path`` at the end.
-
-    Args:
-        path: a ``.png`` or ``.svg`` file.
-        rows, columns: of the axes; the context yields one axis, or an array of them.
-        note: what was measured where and when, in small print below; see ``machine.caption``.
-    """
+    """Yield a new figure and its axis or array of axes; write it to ``path``, a ``.png`` or ``.svg`` file, at the end.
+    ``note`` is in small print below: what was measured where and when; see ``machine.caption``."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,7 +1,6 @@
 """Measure contestants on the same prompts, in interleaved rounds in one process, with medians and spread.
 
-Every contestant continues every prompt, or batch of prompts, greedily. Their order rotates between rounds, so that
-disturbances of the machine affect all.
+Every contestant continues every prompt, or batch, greedily. Their order rotates, so that disturbances affect all.
 """
 
 from __future__ import annotations
@@ -39,23 +38,15 @@ class PromptSet:
 
 @dataclass(frozen=True)
 class Run:
-    """One generation.
+    """One generation."""
 
-    Attributes:
-        texts: each row's new tokens, or characters if the contestant returns only those.
-        passes: of the target, counting prefill as one; None if unknown.
-        counted: number of tokens of all rows; by default those of ``texts``.
-        cores, others: see ``Load``; None if not measured.
-        first: seconds until the first token; None if unknown.
-    """
-
-    texts: Sequence[Tokens | str]
+    texts: Sequence[Tokens | str]  # each row's new tokens, or characters if the contestant returns only those
     seconds: float
-    passes: int | None
-    counted: int | None = None
-    cores: float | None = None
+    passes: int | None  # of the target, counting prefill as one; None if unknown
+    counted: int | None = None  # tokens of all rows; by default those of ``texts``
+    cores: float | None = None  # as ``others``, see ``Load``; None if not measured
     others: float | None = None
-    first: float | None = None
+    first: float | None = None  # seconds until the first token; None if unknown
 
     @property
     def tokens(self) -> int:
@@ -162,12 +153,9 @@ def measure(
     journal: Journal | None = None,
     seen: Sequence[Tokens] = (),
 ) -> Iterator[list[Series]]:
-    """Continue all groups of rows with all contestants, and yield all results so far after each round.
-
-    Each group is a prompt or a batch of prompts. Rounds in ``journal`` are not measured again; new ones are added.
-    ``seen`` are prompts that warm contestants have answered before. Raise ValueError, which names the contestant that
-    raised it.
-    """
+    """Continue all groups of rows, each a prompt or a batch, with all contestants; yield all results so far after each
+    round. Rounds in ``journal`` are not measured again; new ones are added. ``seen``: prompts that warm contestants
+    have answered before. Raise ValueError, which names the contestant that raised it."""
     series = {name: Series(name, task, [[] for _ in groups]) for name in contestants}
     warm = False
     for turn in range(rounds):

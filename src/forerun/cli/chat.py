@@ -65,8 +65,7 @@ class Chat:
     turns: list[dict[str, Any]] = field(default_factory=list)
 
     def take(self, line: str) -> None:
-        """Run a line: a command, or a message to answer. Raise EOFError to leave, and ValueError, shown instead in a
-        terminal, for a message that cannot be answered."""
+        """Run a command or answer a message. Raise EOFError to leave, ValueError if a message cannot be answered."""
         words = line.split()
         if not words:
             return

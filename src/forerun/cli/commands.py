@@ -1,5 +1,4 @@
-"""Make commands from dataclasses of options. Users' errors become a line on stderr and status 2; bugs show a
-traceback."""
+"""Make commands from dataclasses of options. Users' errors become a line on stderr and status 2; bugs raise."""
 
 from __future__ import annotations
 

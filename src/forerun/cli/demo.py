@@ -1,5 +1,4 @@
-"""``forerun demo``: compare plain decoding and ``auto``, prompt by prompt, by output and time, in two panels and a
-summary."""
+"""``forerun demo``: compare plain decoding and ``auto``, prompt by prompt, by output and time."""
 
 from __future__ import annotations
 

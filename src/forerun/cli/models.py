@@ -35,8 +35,7 @@ def encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
 
 
 def check_drafters(names: Sequence[str], options: Any, recipes: Mapping[str, Recipe] = DRAFTERS) -> None:
-    """Raise ValueError, before any work, for a drafter that is unknown or lacks its small model or head. ``options``
-    are of the target, and ``LongOptions`` if there are any."""
+    """Raise ValueError, before any work, for a drafter that is unknown or lacks its small model or head."""
     given = getattr(options, "draft_model", None)
     for name in names:
         check_drafter(name, recipes)
@@ -75,8 +74,7 @@ def settings(
     recipes: Mapping[str, Recipe] = DRAFTERS,
 ) -> LongContextConfig:
     """Make the settings of the named drafters, from ``LongOptions`` if there are any. Load the small model, or the
-    trained head that ``--draft-model`` names, if a drafter needs it or if it was named. The bundled target has its own
-    small model."""
+    trained head that ``--draft-model`` names, if needed or named. The bundled target has a small model."""
     make = options.settings if isinstance(options, LongOptions) else LongContextConfig
     name = options.draft_model or (BUNDLED_DRAFT if options.model == BUNDLED else None)
     needed = options.draft_model is not None or any(recipes[each].small for each in drafters if each in recipes)
@@ -93,8 +91,7 @@ def settings(
 
 
 def make_engine(options: Any, memory: Callable[[torch.device], dict[str, Any]] = lambda device: {}) -> Engine:
-    """Make the engine of a command, from ``WriterOptions`` or a server's settings. ``memory`` returns the engine's
-    arguments for keys and values, for the target's device."""
+    """Make a command's engine, from ``WriterOptions`` or a server's settings; ``memory`` limits keys and values."""
     model, tokenizer = load_target(options)
     with preparing(f"testing {options.model} and measuring its passes"):
         return Engine(

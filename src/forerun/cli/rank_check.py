@@ -44,8 +44,7 @@ def leading(engine: Engine) -> Iterator[None]:
 
 
 def followed(build: Callable[[], Engine]) -> bool:
-    """On ranks other than 0, follow rank 0 to the end and return True. Rank 0 handles Ctrl-C. ``build`` makes this
-    rank's engine, with any drafter."""
+    """On ranks other than 0, follow rank 0, which handles Ctrl-C, to the end with ``build``'s engine; return True."""
     if ranks() == 1 or os.environ["RANK"] == "0":
         return False
     from forerun.tensor_parallel.channel import LeaderError
@@ -64,11 +63,8 @@ def followed(build: Callable[[], Engine]) -> bool:
 
 
 def _leave_ranks() -> None:
-    """Leave the process group when the work is done.
-
-    A gloo thread holds a message's tensors slightly longer than the message, and aborts the process if Python has
-    exited. The barrier lets these threads finish; a rank killed meanwhile is no error.
-    """
+    """Leave the process group when the work is done. A gloo thread that still holds a message's tensors aborts the
+    process if Python has exited; the barrier lets it finish. A rank killed meanwhile is no error."""
     import torch.distributed as dist
 
     with suppress(RuntimeError):  # torch.distributed's error for a lost peer

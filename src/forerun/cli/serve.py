@@ -29,8 +29,7 @@ SERVE_PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "pydantic_settings"
 
 
 def run(options: ServeOptions) -> None:
-    """Serve until a signal arrives. Raise ValueError for wrong settings or a missing package, and OSError for a busy
-    port."""
+    """Serve until a signal; raise ValueError for wrong settings or a missing package, OSError for a busy port."""
     missing = [name for name in SERVE_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"forerun serve needs {', '.join(missing)}; install them by: {install_command('serve')}")

@@ -14,8 +14,7 @@ BAR_WIDTH = 28
 
 
 def stats_table(request: Request, drafter: str, exactness: str, loading: float) -> RenderableType:
-    """Tabulate a finished or interrupted request's times and the tokens of its steps, with the seconds of
-    ``loading``."""
+    """Tabulate a finished or interrupted request's times and its steps' tokens, with the seconds of ``loading``."""
     stats = request.stats
     table = Table(
         box=box.SIMPLE_HEAD, show_header=False, pad_edge=False, title=f"drafter {drafter}", title_style="bold"

@@ -100,8 +100,7 @@ class TextWriter:
 
 @contextmanager
 def working(console: Console, what: str) -> Iterator[Callable[..., None]]:
-    """Show a bar in a terminal while work runs for longer than ``PATIENCE``; yield a function of work done, work to do
-    if known, and what is done now."""
+    """Show a bar in a terminal while work exceeds ``PATIENCE``; yield a function of work done, to do, and a label."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(BAR), TimeElapsedColumn())
     bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
     task = bar.add_task(what, total=None)

@@ -39,8 +39,7 @@ Packings = dict[Any, Any]
 
 
 class AttentionState(NamedTuple):
-    """Attention over some keys: weighted values ``out`` ``[1, H, n, d]``, log-sum-exp of scores ``lse`` ``[1, H,
-    n]``."""
+    """Attention over some keys: weighted values, ``[1, H, n, d]``, and the scores' log-sum-exp, ``[1, H, n]``."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -48,18 +47,12 @@ class AttentionState(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """A layer's attention parameters.
-
-    Attributes:
-        window: a query sees keys with ``key position > position - window``; or None.
-        softcap: scores become softcap * tanh(score / softcap), or None (Gemma 2).
-        sinks: one extra score per head, ``[H]``, with softmax weight but no value; or None (gpt-oss).
-    """
+    """A layer's attention parameters."""
 
     scaling: float
-    window: int | None = None
-    softcap: float | None = None
-    sinks: torch.Tensor | None = field(default=None, compare=False)
+    window: int | None = None  # a query sees keys with ``key position > position - window``
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap) (Gemma 2)
+    sinks: torch.Tensor | None = field(default=None, compare=False)  # a score per head, ``[H]``, without a value
 
 
 def attend_in_order(
@@ -71,11 +64,9 @@ def attend_in_order(
 ) -> torch.Tensor:
     """Compute attention of queries over their rows' keys, ``[1, H, n, dv]``. A window counts distances in rows.
 
-    Args:
-        q: of all rows side by side, ``[1, H, n, d]``.
-        rows: each row's keys and values in order, its block's last, ``[1, Hkv, m, d]`` and ``[1, Hkv, m, dv]``; in the
-            queries' type, or in bfloat16 if that is float32.
-        packings: tables that layers of one pass share; filled here.
+    ``q``: of all rows side by side, ``[1, H, n, d]``. ``rows``: each row's keys and values in order, its block's last,
+    ``[1, Hkv, m, d]`` and ``[1, Hkv, m, dv]``, in the queries' type, or in bfloat16 if that is float32. ``packings``:
+    tables that layers of one pass share; filled here.
     """
     places = tuple(keys.shape[2] - len(block) for (keys, _), block in zip(rows, blocks, strict=True))
     heads = HeadShape(q.shape[1], rows[0][0].shape[1], q.shape[3], rows[0][1].shape[3])
@@ -121,11 +112,8 @@ def contiguous_numbers(t: torch.Tensor) -> torch.Tensor:
 
 def attend_topk(q: torch.Tensor, rows: Rows, block: Block, topk: IntArray, spec: AttentionSpec) -> torch.Tensor:
     """Compute attention of one row's queries ``[1, H, n, d]`` over recent keys and the chunks that each query selects.
-
-    Args:
-        rows: recent keys and values, the block's last. A chunk of finite numbers must follow in memory.
-        topk: the fields of a ``TopkFields`` as one row, with 0 in those of the pass.
-    """
+    ``rows``: recent keys and values, the block's last; a chunk of finite numbers must follow in memory. ``topk``: the
+    fields of a ``TopkFields`` as one row, with 0 in those of the pass."""
     heads = HeadShape(q.shape[1], rows[0].shape[1], q.shape[3], rows[1].shape[3])
     packed = PackedPass([_placed(block, rows[0].shape[2] - len(block))], heads, torch.get_num_threads())
     tables, fields, _memory = _topk_tables(packed, topk)
@@ -237,12 +225,9 @@ Backend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionSpec, tor
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, bias: torch.Tensor | None = None
 ) -> AttentionState:
-    """Compute attention of ``q`` ``[1, H, n, d]`` over all of ``k`` with torch; several query heads may share a KV
-    head.
-
-    The caller handles window and sinks (``merge``). ``bias`` ``[n, m]`` is added to the scores; minus infinity masks a
-    key. Every query must see at least one key.
-    """
+    """Compute attention of ``q`` ``[1, H, n, d]`` over all of ``k`` with torch, without window and sinks (``merge``).
+    Query heads may share a KV head. ``bias`` ``[n, m]`` is added to scores, minus infinity to mask a key; each query
+    must see one."""
     heads, n, group = q.shape[1], q.shape[2], q.shape[1] // k.shape[1]
     k, v = k.to(q.dtype), v.to(q.dtype)
     if group > 1:  # the queries of a group read their shared keys once

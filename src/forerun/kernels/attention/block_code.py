@@ -37,23 +37,15 @@ SHARED_TILES = 3
 
 
 class BlockCode(NamedTuple):
-    """How blocks of one kind are read: machine code addresses, except ``width`` and ``copied``.
+    """How blocks of one kind are read: machine code addresses, except ``width`` and ``copied``."""
 
-    Attributes:
-        width: bytes per number that ``scores`` and ``values`` read.
-        copied: 1 if all keys and values are copied first; else only those of a partial block.
-        pack, copy: write a query into a tile; copy a row.
-        values: turns a tile's scores into weights, and adds the weighted values to its outputs.
-        rewrite_keys, rewrite_values: rewrite a block for several tiles, for the ``rewritten`` code; 0 if useless.
-    """
-
-    width: int
-    copied: int
-    pack: int
-    copy: int
+    width: int  # bytes per number that ``scores`` and ``values`` read
+    copied: int  # 1 if all keys and values are copied first; else only those of a partial block
+    pack: int  # writes a query into a tile
+    copy: int  # copies a row
     scores: int
-    values: int
-    rewrite_keys: int = 0
+    values: int  # turns a tile's scores into weights, and adds the weighted values to its outputs
+    rewrite_keys: int = 0  # rewrites a block for several tiles, for the ``rewritten`` code; 0 if useless
     rewritten_scores: int = 0
     rewrite_values: int = 0
     rewritten_values: int = 0

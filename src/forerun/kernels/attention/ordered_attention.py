@@ -3,8 +3,7 @@
 Keys are cut into splits, and splits into blocks, at fixed positions. Within a split, a query goes block by block with a
 running maximum and sum (FlashAttention, Dao et al. 2022; ``attention_tile.py``). Splits are merged in order
 (Flash-Decoding, Dao et al. 2023). Blocks without visible keys change no bit, so they may be skipped. A drafted token
-also sees its ancestors in the tree, whose keys are copied out by position and go through the same steps. With the
-linear layers (``linear.py``) this makes speculative decoding bitwise exact.
+also sees its ancestors in the tree, whose keys are copied out by position and go through the same steps.
 
 *Scan* visits keys stored in sequence order, by units of a row's splits and tiles of queries. *Combine* merges each
 token's splits, adds the keys that only this token sees, and divides.
@@ -38,27 +37,18 @@ LOWEST_SCORE = -3e38
 
 
 class RowFields(NamedTuple):
-    """One row of the batch.
+    """One row of the batch."""
 
-    Attributes:
-        first, n: index of its first token in the pass, and its tokens there.
-        in_order: number of them in sequence order; the others are tree nodes.
-        start: committed tokens; the position of its first token.
-        k_head, k_row: bytes between the keys of two heads, and of two tokens.
-        states: offset of its states in the buffer of states.
-        splits: states per tile; 0 if units visit all splits themselves.
-    """
-
-    first: int
-    n: int
-    in_order: int
-    start: int
-    k_head: int
-    k_row: int
+    first: int  # index of its first token in the pass
+    n: int  # its tokens in the pass
+    in_order: int  # number of them in sequence order; the others are tree nodes
+    start: int  # committed tokens; the position of its first token
+    k_head: int  # bytes between the keys of two heads
+    k_row: int  # and of two tokens
     v_head: int
     v_row: int
-    states: int
-    splits: int
+    states: int  # offset of its states in the buffer of states
+    splits: int  # states per tile; 0 if units visit all splits themselves
 
 
 class UnitFields(NamedTuple):
@@ -71,37 +61,26 @@ class UnitFields(NamedTuple):
 
 
 class AttendOp(NamedTuple):
-    """One layer's attention: addresses, strides in bytes, and counts.
+    """One layer's attention: addresses, strides in bytes, and counts."""
 
-    Attributes:
-        kind: type of keys and values: 0 float32, 1 bfloat16, 2 float16; ``width`` bytes per number.
-        window: as in ``AttentionSpec``, or 0.
-        q: queries, float32; with the strides of tokens and heads.
-        kv: table with each row's addresses of this layer's keys and values.
-        sinks: one number per head, in the queries' type, or 0.
-        out: outputs, a token's heads side by side; of ``out_kind``: 0 float32, 1 bfloat16.
-        scale: factor on scores, for powers of two (of e in float64).
-        topk: each row's ``TopkFields`` of this layer, if queries select keys.
-    """
-
-    kind: int
-    width: int
+    kind: int  # type of keys and values: 0 float32, 1 bfloat16, 2 float16
+    width: int  # their bytes per number
     heads: int
     kv_heads: int
     dim: int
     out_dim: int
-    window: int
-    q: int
+    window: int  # as in ``AttentionSpec``, or 0
+    q: int  # float32
     q_row: int
     q_head: int
-    kv: int
-    sinks: int
-    out: int
+    kv: int  # table with each row's addresses of this layer's keys and values
+    sinks: int  # one number per head, in the queries' type, or 0
+    out: int  # a token's heads side by side
     out_row: int
-    out_kind: int
-    scale: float
+    out_kind: int  # 0 float32, 1 bfloat16
+    scale: float  # factor on scores, for powers of two (of e in float64)
     softcap: float
-    topk: int = 0
+    topk: int = 0  # each row's ``TopkFields`` of this layer, if queries select keys
 
 
 ROW_LAYOUT, UNIT_LAYOUT, ATTEND_LAYOUT = StructLayout(RowFields), StructLayout(UnitFields), StructLayout(AttendOp)

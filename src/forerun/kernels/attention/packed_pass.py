@@ -61,17 +61,8 @@ class HeadShape:
 
 
 class PackedPass:
-    """The blocks of all rows.
-
-    Args:
-        places: index of each block's first token in its row's memory; by default the blocks' starts.
-        positions: that token's position for the model; by default ``places``.
-
-    Attributes:
-        n, counts: number of tokens, of all rows and of each; ``outputs``: of those whose logits are wanted.
-        bounds: the least and the greatest token id, and the greatest position for the model.
-        unit_count, most_tiles, states_bytes: number of units, most tiles in one, and bytes of all states.
-    """
+    """The blocks of all rows. ``places``: index of each block's first token in its row's memory, by default the blocks'
+    starts; ``positions``: that token's position for the model, by default ``places``."""
 
     def __init__(
         self, blocks: Sequence[Block], heads: HeadShape, threads: int, places: Sequence[int] | None = None,
@@ -85,10 +76,11 @@ class PackedPass:
         self.unit_count, self.most_tiles, self.states_bytes = _cut(
             cuts, parents, heads.group, heads.kv_heads, threads, heads.out_dim
         )
-        self.outputs = rows + len(parents)
+        self.outputs = rows + len(parents)  # tokens whose logits are wanted
         sizes = (rows * ROW_INTEGERS, self.unit_count * UNIT_INTEGERS, *[self.n] * 5, self.outputs)
         self._ends = list(accumulate(sizes, initial=0))
         self._memory = np.zeros(self._ends[-1], np.int64)
+        # the least and the greatest token id, and the greatest position for the model
         self.bounds = _fill(cuts, parents, tokens, self._memory, self.unit_count)
         self.longest = max(map(add, self.places, self.counts))
 
@@ -105,12 +97,7 @@ class PackedPass:
         self, strides: Sequence[tuple[int, int, int, int]] = (), work: TopkTables | None = None
     ) -> dict[str, int]:
         """Return the ``PassFields`` of the tokens and of attention, without memory, valid until the next call.
-
-        Args:
-            strides: each cache's byte strides: heads and rows of keys, heads and rows of values; none without
-                attention.
-            work: replaces the units.
-        """
+        ``strides``: each cache's byte strides: heads and rows of keys, then of values; ``work`` replaces the units."""
         if strides:
             self._memory[: self._ends[1]].reshape(-1, ROW_INTEGERS)[:, STRIDES] = strides
         begin = self._memory.ctypes.data
@@ -122,10 +109,8 @@ class PackedPass:
 @compiled
 def _cut(cuts: IntArray, parents: IntArray, group: int, kv_heads: int, threads: int, dim: int) -> tuple[int, int, int]:
     """Cut rows into units, and place their states; return the number of units, most tiles in one, and bytes of states.
-
     After the columns of ``JoinedBlocks``, ``cuts`` receives each row's tiles, its splits, tiles per unit, the offset of
-    its states and its tokens in sequence order. ``dim`` is that of values.
-    """
+    its states and its tokens in sequence order. ``dim`` is that of values."""
     tile = size_of_tile(dim)
     units, most, states, node = 0, 0, 0, 0
     for row in range(len(cuts)):
@@ -195,15 +180,9 @@ def scratch_bytes(heads: HeadShape, tiles: int, places: int) -> int:
 
 
 class TopkTables:
-    """What all rows' queries choose among; replaces the units of ``PackedPass``.
-
-    ``tables`` has for each row one row of ``TopkFields`` per layer, with 0 in the fields that depend on the pass.
-
-    Attributes:
-        units, unit_count: the table of units that rank chunks.
-        slot_size, states_bytes: scratch bytes per thread; bytes of all rows' rounded queries and chunks' worth.
-        worth_offset, worth_chunks: where the last row's worth starts, and its capacity in chunks.
-    """
+    """What all rows' queries choose among; replaces the units of ``PackedPass``. ``tables`` has for each row one row of
+    ``TopkFields`` per layer, with 0 in the fields that depend on the pass. ``worth_offset``, ``worth_chunks``: where
+    the worth of the last row's chunks starts, and its capacity."""
 
     def __init__(self, packed: PackedPass, tables: Sequence[IntArray]) -> None:
         self._tables, self._sizes = tables, list[_TopkSizes]()  # by row

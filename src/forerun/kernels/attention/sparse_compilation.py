@@ -12,8 +12,7 @@ OPERATIONS = (PROJECT_QUERIES, RANK_CHUNKS, ATTEND_TOPK)
 
 
 def compile_sparse(wait: bool) -> None:
-    """Compile, or load from the cache. Unless ``wait``, another process compiles, and an earlier long sequence
-    waits."""
+    """Compile, or load from the cache; unless ``wait``, in another process, for which earlier long sequences wait."""
     if wait or not can_be_kept(ATTEND_TOPK.run) or all(is_kept(operation.run) for operation in OPERATIONS):
         for operation in OPERATIONS:
             address_of(operation.run, 5)

@@ -194,8 +194,7 @@ def products(
     e: Emitter, kind: ir.Value, heads: ir.Value, q: ir.Value, keys: ir.Value, row: ir.Value, dim: ir.Value,
     out: ir.Value, step: ir.Value, ahead: ir.Value, values: ir.Value, values_row: ir.Value,
 ) -> None:  # fmt: skip
-    """Multiply each head's query by a chunk's keys, ``step`` bytes from head to head; prefetch ``ahead`` and
-    ``values``."""
+    """Multiply each head's query by a chunk's keys, ``step`` bytes apart; prefetch ``ahead`` and ``values``."""
     b = e.builder
     for count, half in _head_counts(e, kind, heads):
         with e.loop(b.udiv(row.type(CHUNK_KEYS), row.type(CHUNK_KEYS_AT_ONCE))) as group:
@@ -267,11 +266,8 @@ def selection_numbers(chunks: int) -> int:
 @compiled
 def select_topk(worth: Any, count: int, margin: float, found: int, spare: int) -> int:
     """Write the indices of at most ``count`` chunks with the highest worth, in ascending order; return their number.
-
-    The best ``count`` chunks are in the best ``count`` groups, so the worst of these groups is a bound. Chunks whose
-    worth is further than ``margin`` below the best are left out. ``found`` has room for ``selection_numbers`` numbers
-    of 8 bytes, ``spare`` for two floats per chunk.
-    """
+    They are in the best ``count`` groups, the worst of which is a bound. Chunks over ``margin`` below the best are left
+    out. ``found`` has room for ``selection_numbers`` numbers of 8 bytes, ``spare`` for two floats per chunk."""
     groups = (len(worth) + SELECTION_GROUP - 1) // SELECTION_GROUP
     numbers = integers(found, selection_numbers(len(worth)))
     maxima, copy = floats(spare, groups), floats(spare + 4 * len(worth), len(worth))

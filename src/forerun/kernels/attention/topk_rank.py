@@ -53,23 +53,14 @@ DOTS = "+avx512vnni" in features()
 
 
 class TopkFields(NamedTuple):
-    """One layer of one row: what queries select from. Strides are in bytes.
+    """One layer of one row: what queries select from. Strides are in bytes."""
 
-    Attributes:
-        chunks: number of chunks; 0 if all tokens are recent.
-        most: maximum chunks that a query sees besides the first; from ``chunks`` on it sees all, and ranks nothing.
-        rank, short: dimensions of the index, and its address, as in ``by_definition``.
-        projection: projections of queries, float32 ``[Hkv, d, rank]``.
-        bytes, units: room for the rounded queries, ``[Hkv, queries, rank]``, and for their units.
-        worth: each chunk's worth to each query, float32 ``[Hkv, queries, ...]``.
-    """
-
-    chunks: int
-    most: int
-    rank: int
-    short: int
+    chunks: int  # 0 if all tokens are recent
+    most: int  # that a query sees besides the first; from ``chunks`` on it sees all, and ranks nothing
+    rank: int  # dimensions of the index
+    short: int  # the index, as in ``by_definition``
     short_head: int
-    projection: int
+    projection: int  # of queries, float32 ``[Hkv, d, rank]``
     k: int
     k_head: int
     k_row: int
@@ -77,9 +68,9 @@ class TopkFields(NamedTuple):
     v_head: int
     v_row: int
     queries: int = 0
-    bytes: int = 0
-    units: int = 0
-    worth: int = 0
+    bytes: int = 0  # room for the rounded queries, ``[Hkv, queries, rank]``
+    units: int = 0  # and for their units
+    worth: int = 0  # each chunk's worth to each query, float32 ``[Hkv, queries, ...]``
     worth_head: int = 0
     worth_row: int = 0
 
@@ -115,12 +106,8 @@ def rank_units(chunks: list[int]) -> bytearray:
 
 def by_definition(index: torch.Tensor, count: int, q: torch.Tensor) -> torch.Tensor:
     """Return each query's largest product with any key of each chunk, plus a constant, float32 ``[H, n, count]``.
-
-    Args:
-        index: keys, uint8 ``[Hkv, groups, CHUNK_KEYS, rank / QUAD_NUMBERS, GROUP_CHUNKS, QUAD_NUMBERS]``; ``ZERO_BYTE``
-            is not subtracted, hence the constant.
-        q: float32 ``[H, n, rank]``, rounded to bytes here; H is a multiple of Hkv.
-    """
+    ``index``: keys, uint8 ``[Hkv, groups, CHUNK_KEYS, rank / QUAD_NUMBERS, GROUP_CHUNKS, QUAD_NUMBERS]``; ``ZERO_BYTE``
+    is not subtracted, hence the constant. ``q``: float32 ``[H, n, rank]``, rounded to bytes here."""
     heads, rank = index.shape[0], q.shape[2]
     scale = q.abs().amax(-1, keepdim=True) / LARGEST_BYTE
     rounded = (q / scale.clamp_min(SMALLEST_UNIT)).round()

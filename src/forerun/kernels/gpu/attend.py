@@ -100,11 +100,9 @@ def pipeline_stages(row_bytes: int) -> int:
 
 
 def scan_options(tile: int, merging: bool, row_bytes: int) -> dict[str, int]:
-    """Return the warps and registers of a scan's program.
-
-    A large tile with two states would not fit four warps' registers and gets eight; with one state, eight cost twice as
-    much (H200, 64 queries, 122,000 keys). Registers are limited where a test finds no spills.
-    """
+    """Return the warps and registers of a scan's program. A large tile with two states would not fit four warps'
+    registers and gets eight; with one state, eight cost twice as much (H200, 64 queries, 122,000 keys). Registers are
+    limited where a test finds no spills."""
     if merging and tile != GPU_COMBINE_QUERIES:
         return {"num_warps": 8}
     limited = tile == GPU_COMBINE_QUERIES and not merging and row_bytes <= 256
@@ -148,8 +146,7 @@ def _store(
 
 @triton.jit
 def _memory(q, addresses, strides, row, head, ALIGNED: tl.constexpr):
-    """Return a row's keys and values of a head, and their strides between tokens. They come from tables, so the
-    compiler must be told their alignment, or it loads number by number."""
+    """Return a head's keys and values in a row, and their strides; hints on alignment keep the loads wide."""
     keys = tl.load(addresses + row * 2).to(tl.pointer_type(q.dtype.element_ty))
     values = tl.load(addresses + row * 2 + 1).to(tl.pointer_type(q.dtype.element_ty))
     k_head, k_row = tl.load(strides + row * 4), tl.load(strides + row * 4 + 1)
@@ -229,11 +226,8 @@ def _scan(
     SOFTCAP: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, GPU_BLOCK_TOKENS: tl.constexpr,
     SHORT: tl.constexpr, SHORTS: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
-    """Scan a tile of queries over splits of the keys stored in sequence order.
-
-    Without ``MERGING``, a program runs some of a tile's splits and stores each one's state. With it, a program runs all
-    of them and stores two states per query: of all complete splits, and of the one after them.
-    """
+    """Scan a tile of queries over splits of the keys stored in sequence order. Without ``MERGING``, a program runs some
+    splits and stores each one's state; with it, all, and stores two states per query: complete splits, and the rest."""
     job, head = jobs + tl.program_id(0) * 3, tl.program_id(1)
     tile, part, parts = tl.load(job), tl.load(job + 1), tl.load(job + 2)
     row = tl.load(tiles + tile * 2)
@@ -292,11 +286,8 @@ def _combine(
     SHORT: tl.constexpr, SHORTS: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
     """Combine ``OUT_WIDE`` columns of one token's heads in a group: its splits, its own keys, and the division.
-
     ``TILE`` is the scan's. Splits are merged for ``LANES`` queries, with maxima and sums loaded once per output number,
-    so that threads exchange nothing. The rest runs over ``GPU_COMBINE_QUERIES``, a tensor core's minimum; each query is
-    repeated to fill it.
-    """
+    so that threads exchange nothing; the rest runs over ``GPU_COMBINE_QUERIES``, a tensor core's minimum."""
     token = tl.program_id(0).to(tl.int64)
     if AHEAD and token >= n:
         number = ((token - n) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + tl.program_id(2)

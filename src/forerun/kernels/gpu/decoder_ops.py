@@ -34,8 +34,7 @@ class Summands(NamedTuple):
 
 
 class NormWeight(NamedTuple):
-    """A root mean square norm: ``weight`` ``[columns]``, its ``offset`` (1 for Gemma's), ``eps`` on the mean of
-    squares."""
+    """A root mean square norm: ``weight`` ``[columns]``, its ``offset`` (1 for Gemma's), ``eps`` on the mean square."""
 
     weight: torch.Tensor
     offset: int
@@ -43,8 +42,7 @@ class NormWeight(NamedTuple):
 
 
 class RotaryHeads(NamedTuple):
-    """How queries and keys are prepared for attention: norms of each head (both or neither), and rotary angles, float32
-    ``[n, half]``, None without rotation."""
+    """Norms of each head of queries and keys (both or neither), and rotary angles, float32 ``[n, half]``, or None."""
 
     heads: int
     kv_heads: int
@@ -60,10 +58,8 @@ def add_norm(
     dtype: torch.dtype, following: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Add a product to the residual stream ``x``, float32 ``[n, columns]``, in place; return the sum normalised.
-
-    ``after`` and ``before`` are norms of the summand and of the sum, if any; ``factor`` multiplies the summand.
-    ``following``: weights of the next product, to prefetch.
-    """
+    ``after``, ``before``: norms of the summand, the sum; ``factor``: on the summand; ``following``: weights to
+    prefetch."""
     n, columns = x.shape
     y = torch.empty(n, columns, dtype=dtype, device=x.device)
     parts, bias = added or Summands(x[None])
@@ -96,8 +92,7 @@ def norm_all_heads(qkv: Summands, q_norm: NormWeight, k_norm: NormWeight) -> Sum
 def rotate_and_store(
     layer: int, qkv: Summands, how: RotaryHeads, places: PassTables, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Finish queries, keys and values, given side by side: write keys and values to their rows' memory, for ``layer``
-    of the tables, and return queries ``[1, H, n, d]``."""
+    """Norm and rotate queries and keys; store keys and values for ``layer``; return queries ``[1, H, n, d]``."""
     parts, bias = qkv
     n, width = parts.shape[1:]
     q = torch.empty(n, how.heads, how.dim, dtype=dtype, device=parts.device)

@@ -10,11 +10,8 @@ import triton.language as tl
 def gather_chunks(
     rows: torch.Tensor, head: torch.Tensor, chunk: torch.Tensor, size: int, device: torch.device
 ) -> torch.Tensor:
-    """Copy chunks of ``size`` rows to the device without waiting; ``[n, size, d]``.
-
-    ``rows`` ``[1, Hkv, m, d]`` are on the device or in pinned host memory; ``head`` and ``chunk``, int64 ``[n]``, on
-    the device.
-    """
+    """Copy chunks of ``size`` rows to the device without waiting; ``[n, size, d]``. ``rows`` ``[1, Hkv, m, d]`` are on
+    the device or in pinned host memory; ``head`` and ``chunk``, int64 ``[n]``, on the device."""
     dim = rows.shape[3]
     found = torch.empty(len(head), size, dim, dtype=rows.dtype, device=device)
     if len(head):

@@ -1,10 +1,9 @@
 """Linear layers and means of rows on a GPU, summed in one fixed order for any number of tokens in the pass.
 
 K, the length of a weight row, is cut into pieces at fixed places. A piece is summed in steps of ``STEP`` columns by
-tensor-core products; then the pieces are added in order. For few tokens, each piece has a program, so that the whole
-GPU reads weights; for many, one program runs all pieces in the same order. The idea is that of ``batch_invariant_ops``
-(Thinking Machines, 2025). Tiles of 16, 32 or 64 tokens use the same tensor-core instruction, as a test checks in the
-compiled code, and so sum in the same order.
+tensor-core products; then the pieces are added in order, as in ``batch_invariant_ops`` (Thinking Machines, 2025). For
+few tokens, each piece has a program, so that the whole GPU reads weights; for many, one program runs all pieces. Tiles
+of 16, 32 or 64 tokens use one tensor-core instruction (tested), and so sum in one order.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ GPU_LINEAR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class LinearTile(NamedTuple):
-    """Tokens per tile of a product, and warps per program: two for 64, as with four a Hopper would use another
-    instruction."""
+    """Tokens per tile of a product, and warps per program: two for 64, as four change a Hopper's instruction."""
 
     tokens: int
     warps: int

@@ -34,41 +34,32 @@ GPU_SPLIT_TOKENS = 1024
 states of a pass over 16 tokens are a sixteenth of the keys and values that it reads."""
 SCAN_PROGRAMS_PER_PROCESSOR = 8
 """Programs per GPU processor that a scan is spread over. A Hopper runs three at a time, so the last round of eight
-leaves little idle; many more would repeat reading queries and tables. To be tried on a card: 2 and 4
-(``python -m benchmarks gpu``, part ``choices``)."""
+leaves little idle; many more would repeat loads. To try: 2 and 4 (``benchmarks gpu``, part ``choices``)."""
 RECORDED_OWN_KEYS = 128
 """Maximum keys that only one token of a recorded pass sees: a block's, and a draft's of 64 tokens."""
 ROW_CUT_INTEGERS = 9
-"""Integers per row of ``PassDescription.cuts``: four of ``JoinedBlocks``, end of the longest scan, tiles, splits of a
-scan, and the two of ``Noise``."""
+"""Integers per row of ``cuts``: four of ``JoinedBlocks``, the longest scan's end, tiles, splits, two of ``Noise``."""
 WRITTEN = ("ids", "positions", "wanted", "noise", "tokens", "own", "rows", "tiles", "jobs")
 TABLE_ALIGNMENT = 16
 """Alignment of tables and rows in bytes: Triton compiles another kernel for unaligned pointers."""
 
 
 class TableSizes(NamedTuple):
-    """The size of a pass.
-
-    Attributes:
-        own: maximum keys that only one token sees.
-        wanted: tokens with logits.
-        programs: that a KV head's scan is spread over, unless there are more tiles.
-    """
+    """The size of a pass."""
 
     layers: int
     rows: int
     tokens: int
     tiles: int
     tile: int
-    own: int
-    wanted: int
+    own: int  # maximum keys that only one token sees
+    wanted: int  # tokens with logits
     splits: int
-    programs: int
+    programs: int  # that a KV head's scan is spread over, unless there are more tiles
 
     @property
     def merging(self) -> bool:
-        """Whether one program runs and merges all splits of a tile, without storing states: if tiles fill half of all
-        programs."""
+        """Whether one program merges a tile's splits without storing states: if tiles fill half of all programs."""
         return 2 * self.tiles >= self.programs
 
     @property
@@ -77,8 +68,7 @@ class TableSizes(NamedTuple):
         return self.tiles if self.merging else min(self.programs, self.tiles * max(1, self.splits))
 
     def rounded(self, group: int) -> TableSizes:
-        """Round up to few sizes, with a spare row, for ``group`` query heads per KV head: tokens and rows to powers of
-        two, the sequence's splits to a power of four."""
+        """Round up to few sizes, with a spare row: tokens and rows to powers of two, splits to a power of four."""
         tokens, rows = _next_power(self.tokens, 2), _next_power(self.rows, 2)
         tiles = min((tokens * group + rows * (self.tile - 1)) // self.tile, tokens * -(-group // self.tile))
         splits = max(GPU_SHORT_SPLITS, _next_power(self.splits, 4))
@@ -95,19 +85,8 @@ def _next_power(number: int, base: int) -> int:
 
 
 class PassTables:
-    """The tables of a pass, as views of one block of memory; ``R`` rows, ``T`` tiles, ``P`` programs.
-
-    Attributes:
-        addresses: of keys and values, ``[layers, R, 2]``.
-        strides: between heads and between tokens, of keys and of values, ``[layers, R, 4]``.
-        noise: of each wanted token's choice, ``[wanted, 2]``; see ``Noise``.
-        tokens: each token's row, slot in the row's memory, position, and end of its scan, ``[n, 4]``.
-        own: slots of the keys from the end of a token's scan to its position, ``[n, width]``.
-        rows: first token, number of tokens, and first tile, ``[R, 3]``.
-        tiles: row, and number within the row, ``[T, 2]``.
-        jobs: tile, first split, and step between splits (0 for none), ``[P, 3]``.
-        aligned: whether all addresses and strides are multiples of 16.
-    """
+    """The tables of a pass, as views of one block of memory; ``R`` rows, ``T`` tiles, ``P`` programs. ``aligned``:
+    whether all addresses and strides are multiples of 16."""
 
     def __init__(self, sizes: TableSizes, device: torch.device, aligned: bool = True) -> None:
         self.sizes, self.aligned = sizes, aligned
@@ -140,19 +119,18 @@ class PassTables:
     ids: torch.Tensor
     positions: torch.Tensor
     wanted: torch.Tensor
-    noise: torch.Tensor
-    addresses: torch.Tensor
-    strides: torch.Tensor
-    tokens: torch.Tensor
-    own: torch.Tensor
-    rows: torch.Tensor
-    tiles: torch.Tensor
-    jobs: torch.Tensor
+    noise: torch.Tensor  # of each wanted token's choice, ``[wanted, 2]``; see ``Noise``
+    addresses: torch.Tensor  # of keys and values, ``[layers, R, 2]``
+    strides: torch.Tensor  # between heads and between tokens, of keys and of values, ``[layers, R, 4]``
+    tokens: torch.Tensor  # each token's row, slot in the row's memory, position, and end of its scan, ``[n, 4]``
+    own: torch.Tensor  # slots of the keys from the end of a token's scan to its position, ``[n, width]``
+    rows: torch.Tensor  # first token, number of tokens, and first tile, ``[R, 3]``
+    tiles: torch.Tensor  # row, and number within the row, ``[T, 2]``
+    jobs: torch.Tensor  # tile, first split, and step between splits (0 for none), ``[P, 3]``
 
     def fill(self, batch: PassDescription, spare: torch.Tensor | None = None, ids: torch.Tensor | None = None) -> None:
-        """Describe a pass. If the tables are larger, ``spare`` is memory for a key and a value of the spare row, ``[2,
-        width]``, shared by all its tokens, heads and layers. ``ids`` are token ids ``[n]`` on the device, replacing the
-        pass's."""
+        """Describe a pass. In larger tables, all tokens, heads and layers of the spare row share ``spare``, memory for
+        a key and a value, ``[2, width]``. ``ids``: token ids ``[n]`` on the device, replacing the pass's."""
         size, tables = batch.sizes, self._tables
         if self._copied is not None:
             self._copied.synchronize()
@@ -179,14 +157,9 @@ def _padded(shape: tuple[int, ...]) -> int:
 
 
 class PassDescription:
-    """A pass, described for ``PassTables``.
-
-    Args:
-        programs: that a KV head's scan is spread over; see ``scan_programs``.
-        places: index of each block's first token in its row's memory; by default the blocks' starts.
-        positions: that token's position for the model; by default ``places``.
-        aligned: whether all addresses and strides are multiples of 16, if known.
-    """
+    """A pass, described for ``PassTables``. ``programs``: that a KV head's scan is spread over (``scan_programs``);
+    ``places``: index of each block's first token in its row's memory, by default the blocks' starts; ``positions``:
+    that token's for the model, by default ``places``; ``aligned``: as in ``PassTables``, if known."""
 
     def __init__(
         self, blocks: Sequence[Block], addresses: IntArray, strides: IntArray, group: int, programs: int,

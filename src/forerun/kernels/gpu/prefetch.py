@@ -1,8 +1,7 @@
 """Prefetch weights into a GPU's L2 cache during small kernels that read none.
 
-Kernels between two products work on a few tokens and leave the memory idle, so extra programs of them request the first
-of the next product's weights. Since Hopper an instruction (PTX ISA, ``cp.async.bulk.prefetch.L2``) requests kilobytes
-without waiting.
+Kernels between two products leave the memory idle, so extra programs of them request the first of the next product's
+weights. Since Hopper an instruction (PTX ISA, ``cp.async.bulk.prefetch.L2``) requests kilobytes without waiting.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ class Ahead(NamedTuple):
 
     @classmethod
     def of(cls, weights: torch.Tensor | None, other: torch.Tensor) -> Ahead:
-        """Prefetch these weights; nothing on other GPUs and in the interpreter, with ``other`` as the pointer that
-        kernels need."""
+        """Prefetch these weights; nothing on other GPUs and in the interpreter, with ``other`` as the pointer."""
         if weights is None or weights.device.type != "cuda" or weights.data_ptr() % 16:
             return cls(other, 0, 0)
         if torch.cuda.get_device_capability(weights.device) < PREFETCH_CAPABILITY:

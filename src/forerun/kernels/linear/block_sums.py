@@ -43,8 +43,7 @@ class BlockSums:
         return totals
 
     def start(self, e: Emitter, place: ir.Value) -> list[ir.Value]:
-        """Return what a token's integer sums start with. Starting with the inputs' sum times minus an offset subtracts
-        it from all codes at no cost."""
+        """Return what integer sums start with: the inputs' sum times minus an offset shifts codes at no cost."""
         return [words_of(0)] * self.sums
 
     def add(

@@ -20,8 +20,7 @@ LEAST_SIGNED_BYTE = 127
 
 
 def bytes_by_words(e: Emitter, a: ir.Value, b: ir.Value, c: ir.Value, most: int) -> ir.Value:
-    """Add to each word of ``c`` four products of unsigned bytes of ``a``, up to ``most``, and signed bytes of ``b``,
-    -127 to 127; vectors of 16 words."""
+    """Add to each word of ``c`` four products of unsigned bytes of ``a``, up to ``most``, and signed bytes of ``b``."""
     if "+avx512vnni" in features():
         return _called(e, "llvm.x86.avx512.vpdpbusd.512", WORDS, c, a, b)
     if "+avxvnni" in features():

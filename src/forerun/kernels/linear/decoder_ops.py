@@ -72,29 +72,22 @@ class ScaledRowsOp(NamedTuple):
 
 
 class RotaryOp(NamedTuple):
-    """Rotate queries in place, and write keys and values to the cache; all three are side by side.
+    """Rotate queries in place, and write keys and values to the cache; all three are side by side."""
 
-    Attributes:
-        kind: type of the norms' weights; ``kv_kind``, of the cache.
-        q_norm, k_norm: weights of norms over each head, or 0; ``one`` is added to them.
-        cos, sin: tables by position, ``[positions, half]``; ``half`` is 0 if nothing rotates.
-        kv: table with each row's addresses of this layer's keys and values.
-    """
-
-    kind: int
-    kv_kind: int
+    kind: int  # of the norms' weights
+    kv_kind: int  # of the cache
     heads: int
     kv_heads: int
     dim: int
     y: int
     y_row: int
-    q_norm: int
+    q_norm: int  # weights of norms over each head, or 0
     k_norm: int
-    one: int
-    cos: int
+    one: int  # added to these weights
+    cos: int  # by position, ``[positions, half]``
     sin: int
-    half: int
-    kv: int
+    half: int  # 0 if nothing rotates
+    kv: int  # table with each row's addresses of this layer's keys and values
     eps: float
 
 

@@ -210,8 +210,7 @@ class Three(GgufFormat):
 
 
 class Codes(GgufFormat):
-    """IQ4_NL and MXFP4: a scale, for MXFP4 a power of two, and 32 four-bit codes of a table, ordered as in
-    ``Nibbles``."""
+    """IQ4_NL and MXFP4: a scale (MXFP4's a power of two), and 32 four-bit codes of a table, ordered as ``Nibbles``."""
 
     def unpack(self, e: Emitter, rows: Rows, scales: Any, part: ir.Value) -> Iterator[ir.Value]:
         words = quads(e, rows, self.bytes - 16)

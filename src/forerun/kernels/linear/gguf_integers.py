@@ -43,8 +43,7 @@ class BlockCodes(NamedTuple):
 
 class StridedRows(Sequence[ir.Value]):
     """Addresses of one place in sixteen rows at equal distances. Four are kept; loads add up to three rows to each.
-    LLVM would keep all sixteen and advance each in every turn of a loop, most of them in memory, so how the four are
-    computed is hidden from it."""
+    LLVM would keep all sixteen, most of them in memory, so how the four are computed is hidden from it."""
 
     def __init__(self, e: Emitter, w: ir.Value, row: ir.Value) -> None:
         self._e, self._row = e, row

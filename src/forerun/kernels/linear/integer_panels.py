@@ -71,11 +71,9 @@ def _add(
 
 
 def _prefetch(e: Emitter, each: IntegerFormat, ahead: ir.Value, first: ir.Value, i: int) -> None:
-    """Prefetch the share of 32 columns, the ``i``-th after ``first`` times 32, of the panel ahead, in memory order.
-
-    The barrier keeps LLVM from moving all of a block's prefetches to its start, where they occupy the processor's miss
-    buffers while the loads after them wait: a token of Q6_K, Q5_K and Q2_K from memory was a third slower (Zen 4).
-    """
+    """Prefetch the share of 32 columns, the ``i``-th after ``first`` times 32, of the panel ahead, in memory order. The
+    barrier keeps LLVM from moving a block's prefetches to its start, where the loads after them wait: a token of Q6_K,
+    Q5_K and Q2_K from memory was a third slower (Zen 4)."""
     count = each.columns // INPUT_BLOCK // each.parts
     lines = -(-LANES * each.bytes // each.parts // LINE)
     part = e.at(ahead, e.times(first, LANES * each.bytes // (each.columns // INPUT_BLOCK)))

@@ -48,24 +48,16 @@ UNPACKED_COLUMNS = 256
 """Columns of two panels unpacked at once: 32 KiB; a multiple of every format's block."""
 TASKS_PER_THREAD = 8
 PUT, ADD, GATE = 0, 1, 2
-"""``PUT`` stores the sums, ``ADD`` adds them to floats, ``GATE`` activates them and multiplies by the second
-matrix's."""
+"""``PUT`` stores sums, ``ADD`` adds them to floats, ``GATE`` multiplies their activations by the second matrix's."""
 
 
 class Weights(NamedTuple):
-    """A matrix.
+    """A matrix and its bias."""
 
-    Attributes:
-        rows: contiguous ``[O, K]`` of a type of ``NUMBER_KINDS``, or packed bytes ``[O, row]``.
-        format: its name in ``PLAIN_FORMATS`` or ``GGUF_FORMATS``.
-        bias: ``[O]`` in the type of the inputs, or None.
-        quantised: whether inputs are quantised to eight bits; ignored for formats without integers.
-    """
-
-    rows: torch.Tensor
-    format: str
-    bias: torch.Tensor | None = None
-    quantised: bool = False
+    rows: torch.Tensor  # contiguous ``[O, K]`` of a type of ``NUMBER_KINDS``, or packed bytes ``[O, row]``
+    format: str  # its name in ``PLAIN_FORMATS`` or ``GGUF_FORMATS``
+    bias: torch.Tensor | None = None  # ``[O]`` in the type of the inputs
+    quantised: bool = False  # whether inputs are quantised to eight bits; ignored for formats without integers
 
 
 def plain(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Weights:
@@ -74,10 +66,9 @@ def plain(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Weights:
 
 
 class Matrix(NamedTuple):
-    """A matrix as kernels see it: address, bytes per row, rows, panels, address of the bias or 0, words per block, and
-    addresses of its format's machine code, or 0: ``few``, ``many_in_rows`` and, with AVX-512, ``many_in_tiles`` for
-    plain weights; ``few`` and ``unpack``, or ``few_by_integers``, ``codes`` and ``many_by_integers``, for packed ones.
-    """
+    """A matrix as kernels see it: addresses and counts; ``block`` is its words per block. Machine code is that of its
+    format, or 0: ``few``, ``many_in_rows`` and, with AVX-512, ``many_in_tiles`` for plain weights; ``few`` and
+    ``unpack``, or ``few_by_integers``, ``codes`` and ``many_by_integers``, for packed ones."""
 
     w: int
     row: int
@@ -98,31 +89,23 @@ class LinearOp(NamedTuple):
     """One to three matrices over the same tokens: addresses, strides in bytes, and counts.
 
     Two panels are computed side by side: two of one matrix, or one of each matrix of a ``GATE``.
-
-    Attributes:
-        which: 0 for all tokens of the pass, 1 for those whose logits are wanted.
-        kind, to_kind: type of the inputs, and of the results: 0 float32, 1 bfloat16, 2 float64.
-        x, y: the tokens' rows, padded to vectors, and the results', side by side; 0 for those of the pass.
-        floats, integers: whether a matrix reads the tokens' words, and whether one reads quantised inputs.
-        few_tokens: maximum tokens that the machine code ``few`` supports.
-        turn: pairs in the shares of all threads; where a thread's next share starts if all are equally fast.
     """
 
-    which: int
-    kind: int
-    to_kind: int
-    x: int
+    which: int  # 0 for all tokens of the pass, 1 for those whose logits are wanted
+    kind: int  # type of the inputs: 0 float32, 1 bfloat16, 2 float64
+    to_kind: int  # and of the results
+    x: int  # the tokens' rows, padded to vectors; 0 for those of the pass
     x_row: int
     words: int
-    floats: int
-    integers: int
-    few_tokens: int
+    floats: int  # whether a matrix reads the tokens' words
+    integers: int  # whether one reads quantised inputs
+    few_tokens: int  # maximum tokens that the machine code ``few`` supports
     mode: int
     pairs: int
-    share: int
-    turn: int
+    share: int  # pairs per task
+    turn: int  # pairs in the shares of all threads; where a thread's next share starts if all are equally fast
     activation: int
-    y: int
+    y: int  # rows of results, side by side; 0 for those of the pass
     y_row: int
     table: int
     matrices: int
@@ -265,8 +248,7 @@ KEPT_PROGRAMS = 1 << 16
 
 
 def product(x: torch.Tensor, weights: Weights, keep: bool = True) -> torch.Tensor:
-    """Return ``x @ weights.T + bias`` for x ``[..., K]`` on a CPU, in x's type, which plain weights share. Keep the
-    program for later calls unless the weights are a temporary copy."""
+    """Return ``x @ weights.T + bias`` for x ``[..., K]`` on a CPU, in x's type; ``keep`` its program for later."""
     dtype, outs, columns = x.dtype, weights.rows.shape[0], x.shape[-1]
     n = x.numel() // columns
     if weights.rows.dtype not in NUMBER_KINDS:

@@ -1,9 +1,8 @@
 """Fix the order of sums in linear layers and elementwise functions of models that do not run as one program.
 
 Inside ``Ordered()`` all linear layers, including those of experts, use the kernel whose bits do not depend on what
-shares the pass (``linear.py``); torch computes what the kernel does not support. torch computes activations of full
-vectors and of the remainder of a thread's share by different formulas, so rows are padded until there is no remainder.
-For the same reason complex products are written out in real numbers.
+shares the pass (``linear.py``), or torch where it cannot. torch computes activations of full vectors and of the
+remainder of a thread's share by different formulas, so rows are padded, and complex products are written out.
 """
 
 from __future__ import annotations
@@ -138,8 +137,7 @@ def takes(x: Any, weight: Any) -> bool:
 
 
 def lay_out(weight: torch.nn.Parameter) -> None:
-    """Make the weights of each output contiguous in a matrix ``[..., K, O]`` used as ``x @ weight``, with equal
-    results."""
+    """Make each output's weights contiguous in a matrix ``[..., K, O]`` used as ``x @ weight``, with equal results."""
     if weight.device.type == "cpu" and weight.dtype in NUMBER_KINDS and weight.stride(-2) != 1:
         weight.data = weight.data.transpose(-2, -1).contiguous().transpose(-2, -1)
 

@@ -1,7 +1,6 @@
 """Quantise a linear layer's inputs to eight-bit integers, each token alone, in blocks of 32 columns with a scale each.
 
-A block of numbers below ``LEAST_SIZE`` becomes zeros. Infinity or NaN becomes the block's scale, so the outputs are not
-finite either.
+A block of numbers below ``LEAST_SIZE`` becomes zeros. Infinity or NaN becomes the scale, so outputs are not finite.
 """
 
 from __future__ import annotations

@@ -37,23 +37,14 @@ UNSAVED = -1
 
 
 class GatedStateOp(NamedTuple):
-    """One call: addresses and sizes.
+    """One call: addresses and sizes."""
 
-    Attributes:
-        rows, row_width: each token's keys, values, gates and betas, side by side (``GatedShape``).
-        q, out: queries and outputs of the tokens from ``first`` on; earlier tokens only update the state.
-        saved: where saved states are written, one after the other.
-        gates: gates per head: 1, or ``dim``.
-        delta, normalise: whether it is the delta rule, and whether keys and queries are divided by their norms.
-        wide, scale: whether numbers are float64; factor on the queries.
-    """
-
-    rows: int
+    rows: int  # each token's keys, values, gates and betas, side by side (``GatedShape``)
     row_width: int
-    q: int
+    q: int  # of the tokens from ``first`` on, as ``out``; earlier ones only update the state
     out: int
     state: int
-    saved: int
+    saved: int  # where saved states are written, one after the other
     order: int
     tokens: int
     first: int
@@ -62,11 +53,11 @@ class GatedStateOp(NamedTuple):
     heads: int
     dim: int
     out_dim: int
-    gates: int
-    delta: int
-    normalise: int
-    wide: int
-    scale: float
+    gates: int  # per head: 1, or ``dim``
+    delta: int  # whether it is the delta rule
+    normalise: int  # whether keys and queries are divided by their norms
+    wide: int  # whether numbers are float64
+    scale: float  # factor on the queries
 
 
 GATED_LAYOUT = StructLayout(GatedStateOp)
@@ -93,12 +84,9 @@ class GatedShape(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenOrder:
-    """The order in which a recurrence visits a draft tree, and where each token's state is kept.
-
-    A parent's state is kept until its last child is computed, in place, so a chain of any length needs one state.
-    ``table`` has the parent's place, own place and index of the saved state of each token, int64 ``[n, 3]``; ``places``
-    is the number of states that exist at once.
-    """
+    """The order in which a recurrence visits a draft tree. A parent's state is kept, in place, until its last child is
+    computed, so a chain of any length needs one state. ``table`` has each token's parent's place, own place and index
+    of the saved state, int64 ``[n, 3]``; ``places`` is the number of states that exist at once."""
 
     table: torch.Tensor
     places: int
@@ -135,11 +123,9 @@ def run_states(
 ) -> torch.Tensor:
     """Return outputs ``[m, heads, out_dim]`` of the last m tokens, and save states on the way.
 
-    Args:
-        rows: of all n tokens, contiguous ``[n, row_width]``, float32 or float64 like all others.
-        q: queries of the last m tokens, contiguous ``[m, key_heads, dim]``.
-        state: ``[heads, dim, out_dim]`` before the first token; None for zeros.
-        saved: destination of saved states, ``[s, heads, dim, out_dim]``.
+    ``rows``, ``[n, row_width]``, and ``q``, ``[m, key_heads, dim]``, are contiguous; all are float32 or float64.
+    ``state``: ``[heads, dim, out_dim]`` before the first token, None for zeros; ``saved``: ``[s, heads, dim,
+    out_dim]``.
     """
     if gpu.runs_on(q.device):
         from forerun.kernels.gpu import recurrences as there  # needs Triton

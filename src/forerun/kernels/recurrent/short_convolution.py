@@ -1,7 +1,6 @@
 """Run the short causal convolution of recurrent layers over a draft tree.
 
-A token's output is a weighted sum of its input and its nearest ancestors' in a fixed order, so its bits depend only on
-these.
+A token's output sums its weighted input and nearest ancestors' in a fixed order, so its bits depend only on these.
 """
 
 from __future__ import annotations
@@ -26,12 +25,10 @@ GATED_CHANNELS = 128
 
 
 class ConvolutionOp(NamedTuple):
-    """One call over inputs ``x`` of the tokens before the block and of the block: addresses and sizes. ``weights`` has
-    a row per tap, the farthest first. ``first`` is the number of tokens before the block, at least ``taps - 1``;
-    ``wide`` says whether numbers are float64."""
+    """One call over inputs ``x`` of the ``first`` tokens before the block, at least ``taps - 1``, and of the block."""
 
     x: int
-    weights: int
+    weights: int  # a row per tap, the farthest first
     bias: int
     out: int
     parents: int
@@ -39,28 +36,20 @@ class ConvolutionOp(NamedTuple):
     first: int
     taps: int
     channels: int
-    wide: int
+    wide: int  # whether numbers are float64
 
 
 class GatedConvolutionOp(NamedTuple):
-    """A layer of a program: ``gate_out * convolve(gate_in * x)``, float32.
+    """A layer of a program: ``gate_out * convolve(gate_in * x)``, float32."""
 
-    Attributes:
-        kind: type of the weights and of a linear layer's input, ``to``: 0 float32, 1 bfloat16.
-        x, x_row: rows of ``gate_in``, ``gate_out`` and x, side by side; bytes per row.
-        weights, bias: ``[channels, taps]``, the farthest tap first; ``[channels]``, or 0.
-        histories: one address per row: inputs ``gate_in * x`` of the ``taps - 1`` tokens before the block, and
-            room for the block's.
-    """
-
-    kind: int
-    x: int
+    kind: int  # of the weights, and of ``to``, a linear layer's input: 0 float32, 1 bfloat16
+    x: int  # rows of ``gate_in``, ``gate_out`` and x, side by side
     x_row: int
     channels: int
     taps: int
-    weights: int
-    bias: int
-    histories: int
+    weights: int  # ``[channels, taps]``, the farthest tap first
+    bias: int  # ``[channels]``, or 0
+    histories: int  # per row, address of inputs ``gate_in * x``: ``taps - 1`` before the block, room for its own
     to: int
     to_row: int
 
@@ -73,11 +62,8 @@ def convolve(
     x: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None, parents: torch.Tensor, first: int
 ) -> torch.Tensor:
     """Return outputs ``[n - first, C]`` of the tokens from ``first`` on, float32 or float64 like all arguments.
-
-    Args:
-        weights: contiguous ``[K, C]``, the farthest tap first.
-        parents: each token's parent index, int64 ``[n]``; the first ``first`` tokens are a chain, at least K - 1.
-    """
+    ``weights``: contiguous ``[K, C]``, the farthest tap first; ``parents``: each token's, int64 ``[n]``; the first
+    ``first`` are a chain."""
     if gpu.runs_on(x.device):
         from forerun.kernels.gpu import recurrences as there  # needs Triton
 

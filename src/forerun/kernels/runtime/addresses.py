@@ -91,8 +91,7 @@ def address_of(work: Callable[..., None], arguments: int = 1) -> int:
 
 @intrinsic
 def call(typing: Any, address: Any, *values: Any) -> Code:
-    """Call the machine code at an address (``address_of``). It is compiled once; functions called by name, in every
-    caller."""
+    """Call the machine code at an address (``address_of``): compiled once, unlike functions that are called by name."""
 
     def write(context: Any, builder: ir.IRBuilder, signature: Any, given: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), (I64,) * len(values))

@@ -38,36 +38,28 @@ HEAD_INTEGERS = 16
 
 
 class PassFields(NamedTuple):
-    """One pass, as threads see it: addresses and counts.
-
-    Attributes:
-        n, outputs: number of tokens, and of those whose logits are computed (``output_indices``).
-        x, y: default input and output of linear layers that name no addresses.
-        rows, units, token_rows, parents: attention tables (``ordered_attention.py``), and each token's row.
-        positions, cache_positions: tokens' positions for the model, and in their caches.
-        states, slots: memory for attention states, and each thread's scratch memory.
-    """
+    """One pass, as threads see it: addresses and counts."""
 
     threads: int
     operations: int
     records: int
     record_size: int
     counters: int
-    n: int = 0
-    outputs: int = 0
+    n: int = 0  # number of tokens
+    outputs: int = 0  # number of tokens whose logits are computed
     output_indices: int = 0
     ids: int = 0
-    x: int = 0
+    x: int = 0  # with ``y``: default input and output of linear layers
     y: int = 0
-    rows: int = 0
+    rows: int = 0  # with ``units`` and ``parents``: attention tables (``ordered_attention.py``)
     units: int = 0
     unit_count: int = 0
-    token_rows: int = 0
-    positions: int = 0
+    token_rows: int = 0  # each token's row
+    positions: int = 0  # for the model
     cache_positions: int = 0
     parents: int = 0
-    states: int = 0
-    slots: int = 0
+    states: int = 0  # memory for attention states
+    slots: int = 0  # scratch memory per thread
     slot_size: int = 0
 
 
@@ -86,21 +78,13 @@ class Tasks(NamedTuple):
 
 @dataclass(frozen=True)
 class Operation:
-    """A kind of operation: all that the executor needs.
+    """A kind of operation: all that the executor needs."""
 
-    Attributes:
-        job: layout of its fields, which say what one operation of a program reads and writes.
-        run: compiled; does one task. Receives the addresses of the pass (``read_pass``), of the operation's fields and
-            of ``code``, the task's number, and the address of the thread's scratch memory.
-        code: addresses of machine code that ``run`` calls, by the operation's fields.
-        prepare: as ``run``; each thread calls it before its first task.
-    """
-
-    job: StructLayout
+    job: StructLayout  # layout of its fields, which say what one operation of a program reads and writes
     tasks: Callable[[Any], Tasks]
-    run: Run
-    code: Callable[[Any], Sequence[int]] = lambda fields: ()
-    prepare: Run | None = None
+    run: Run  # compiled; does one task, given addresses of pass, fields, code and scratch memory, and the task's number
+    code: Callable[[Any], Sequence[int]] = lambda fields: ()  # addresses of machine code that ``run`` calls
+    prepare: Run | None = None  # as ``run``; each thread calls it before its first task
 
     def record(self, fields: Any) -> bytes:
         each, by = self.tasks(fields)
@@ -200,8 +184,7 @@ class Program:
         run_on_threads(address_of(work), self._address, threads)
 
     def run_in_scratch(self, slot_bytes: int, states_bytes: int = 0, **fields: int) -> None:
-        """Run on all of torch's threads, in memory that later runs overwrite, ``slot_bytes`` per thread and
-        ``states_bytes``."""
+        """Run on all of torch's threads, in memory that later runs overwrite; ``slot_bytes`` per thread."""
         threads, size = torch.get_num_threads(), LINE * -(-slot_bytes // LINE)
         slots = _scratch.claim(threads * size + states_bytes)
         self.run(threads, slots=slots, slot_size=size, states=slots + threads * size, **fields)
@@ -227,8 +210,7 @@ def load_counter(e: Emitter, counter: ir.Value) -> ir.Value:
 
 @llvm_function(types.int64)
 def keep_denormals(e: Emitter) -> ir.Value:
-    """Enable denormals on this thread, and return its previous mode: ``torch.set_flush_denormal`` affects only the
-    calling thread, and results must not depend on which thread computes them."""
+    """Enable denormals on this thread, and return its mode: results must not depend on which thread computes them."""
     if not _is_x86(e):
         return I64(0)
     place = cgutils.alloca_once(e.builder, I32)

@@ -29,8 +29,7 @@ _LEFT, _RIGHT = np.uint64(31), np.uint64(33)
 
 
 class MemorySample(NamedTuple):
-    """Pieces of a tensor's memory, ``step`` bytes apart from ``offset`` in its storage; the last ends with the
-    tensor."""
+    """A tensor's pieces: from ``offset`` in its storage, ``step`` bytes apart; the last ends with the tensor."""
 
     offset: int
     size: int
@@ -54,8 +53,7 @@ def sample_of(t: torch.Tensor) -> MemorySample:
 
 
 def checksum(tensors: Sequence[torch.Tensor], table: IntArray | None = None) -> int:
-    """Return a number that changes with the sampled bytes of dense tensors, on any devices. ``table`` is their
-    ``address_table``, if all are on the CPU and have not moved since."""
+    """Return a number that changes with the sampled bytes of dense tensors; ``table``: their ``address_table``."""
     if table is not None:
         return int(_digest(table))
     parts = [_pieces(each) for each in tensors if each.numel()]

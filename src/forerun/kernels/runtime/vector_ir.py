@@ -75,11 +75,9 @@ def intrinsic(function: Callable[..., Code]) -> Any:
 
 
 def llvm_function(result: Any = types.void, constants: int = 0) -> Callable[[Callable[..., ir.Value | None]], Any]:
-    """Let compiled functions call a function that writes LLVM code, given an ``Emitter`` and integers.
-
-    The first ``constants`` integers are compile-time constants, because the code depends on them; numba caches code by
-    them. ``result`` is the type of the value.
-    """
+    """Let compiled functions call a function that writes LLVM code, given an ``Emitter`` and integers. ``result`` is
+    the value's type. Code depends on the first ``constants`` integers, known when compiling; numba caches code by
+    them."""
 
     def mark(emit: Callable[..., ir.Value | None]) -> Any:
         @functools.wraps(emit)  # numba reads its parameters; the first one stands for numba's own

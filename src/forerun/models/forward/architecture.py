@@ -32,8 +32,7 @@ PROGRAM_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 CAPPED_LOGITS = frozenset({"Gemma2ForCausalLM", "Gemma3ForCausalLM"})
 """Models that cap their logits; others may have a cap in their configuration and ignore it."""
 CHANGING = frozenset({"dynamic", "longrope"})
-"""Rotary scalings whose angles depend on the sequence's length. With ``longrope`` they do not up to the limit of
-positions (``inputs.position_limit``), so programs support it."""
+"""Rotary scalings whose angles depend on the sequence's length; ``longrope``'s only beyond ``position_limit``."""
 STORED = "stored"
 """Name of the type of quantised weights in a file's format (``stored_weights.py``)."""
 STORED_BY_FLOATS = "stored, float32 activations"
@@ -70,11 +69,8 @@ class MatrixRows:
 class AttentionPart:
     """A layer's attention.
 
-    Attributes:
-        qkv, output: matrices of queries, keys and values, and the one after attention.
-        q_norm, k_norm: norms of queries and keys, per head or of all together, or None.
-        rotary: kind of layer, if rotary angles differ by kind, else None.
-        rotates: False if keys and queries do not depend on position.
+    ``q_norm``, ``k_norm``: per head, or of all heads together, or None. ``rotary``: the kind of layer if rotary angles
+    differ by kind, else None. ``rotates``: whether queries and keys depend on position.
     """
 
     qkv: tuple[MatrixRows, ...]
@@ -108,13 +104,8 @@ class ConvolutionPart:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One decoder layer.
-
-    Attributes:
-        before_mixer, before_mlp: norms of a part's input, or None.
-        after_mixer, after_mlp: norms of what a part adds to the residual stream, or None.
-        residual_multiplier: factor on what a part adds to the residual stream.
-    """
+    """One decoder layer. ``before_*``, ``after_*``: norms of a part's input, and of what it adds to the residual
+    stream, or None; ``residual_multiplier``: factor on what it adds."""
 
     mixer: AttentionPart | ConvolutionPart
     gate_up: tuple[MatrixRows, ...]
@@ -132,25 +123,17 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class DecoderDescription:
-    """All that a pass computes: the source of programs for a CPU and passes on a GPU.
-
-    Attributes:
-        embedding, embedding_factor: module of the tokens' embeddings, and their factor.
-        norm, head: after the last layer; linear layer of the logits.
-        activation: of the gates, by the kernels' number.
-        rotary, limit: module of the rotary angles, and the number of positions for which they hold, or None for all.
-        logits_scaling, logits_softcap: divides the logits; their soft cap, or None.
-    """
+    """All that a pass computes, for programs on a CPU and passes on a GPU."""
 
     layers: list[DecoderLayer]
     embedding: Any
     embedding_factor: float
-    norm: Any
-    head: Any
-    activation: int
-    rotary: Any
-    limit: int | None
-    logits_scaling: float
+    norm: Any  # after the last layer
+    head: Any  # linear layer of the logits
+    activation: int  # of the gates, by the kernels' number
+    rotary: Any  # module of the rotary angles
+    limit: int | None  # number of positions for which the angles hold; None for all
+    logits_scaling: float  # divides the logits
     logits_softcap: float | None
     dtype: torch.dtype
 
@@ -226,8 +209,7 @@ def layers(model: PreTrainedModel) -> list[DecoderLayer]:
 
 
 def angles(rotary: Any, kind: str | None, count: int, limit: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosines and sines of the first ``count`` positions, ``[count, half]``, up to ``limit``; see
-    ``angles_at``."""
+    """Return cosines and sines of the first ``count`` positions, at most ``limit``; see ``angles_at``."""
     like, chunks = torch.empty(0, dtype=torch.float32), []
     for first in range(0, count, ANGLES_CHUNK):
         last = first + ANGLES_CHUNK if limit is None or count > limit else min(first + ANGLES_CHUNK, limit)

@@ -61,13 +61,8 @@ Op = tuple[Operation, Any]
 
 
 class PassKind(NamedTuple):
-    """What distinguishes programs, besides their size.
-
-    Attributes:
-        keeps_queries: whether every layer's queries are kept until the next pass.
-        topk: whether queries choose the keys that they see (``topk_rank.py``).
-        states: layers whose hidden states are kept until the next pass; see ``Scorer.score_rows``.
-    """
+    """What distinguishes programs, besides their size: whether they keep every layer's queries; whether queries choose
+    keys (``topk_rank.py``); and the layers whose hidden states are kept until the next pass (``Scorer.score_rows``)."""
 
     threads: int
     keeps_queries: bool = False
@@ -76,13 +71,7 @@ class PassKind(NamedTuple):
 
 
 class PassSize(NamedTuple):
-    """What memory a pass needs.
-
-    Attributes:
-        tokens, rows: of the pass, and of its batch.
-        tiles: most tiles of queries in a unit; see ``PackedPass``.
-        positions: for the model, up to the last.
-    """
+    """The memory that a pass needs: tokens; rows of its batch; most tiles of queries in a unit; model positions."""
 
     tokens: int
     rows: int

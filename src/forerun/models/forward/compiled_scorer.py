@@ -1,10 +1,9 @@
 """Run the forward pass of common decoders as one program, without Python between operations.
 
-On a CPU, a pass over a few tokens should cost one read of the weights. For small models, Python between operations
-costs as much again. So the target's passes run as a program if its structure is supported (``architecture.py``) and its
-logits match the model's own forward pass (``gate.py``). ``refresh`` detects changes of the model; if no program fits
-any more, the model runs its own code. Kernels sum in a fixed order, so a token's logits have the same bits whatever
-shares its pass.
+On a CPU, a pass over a few tokens should cost one read of the weights; in small models, Python between operations costs
+as much again. So passes run as a program if the structure is supported (``architecture.py``) and the logits match the
+model's own (``gate.py``). ``refresh`` detects changes; if no program fits any more, the model runs its own code.
+Kernels sum in a fixed order, so a token's logits have the same bits whatever shares its pass.
 """
 
 from __future__ import annotations
@@ -107,10 +106,9 @@ class CompiledScorer(Scorer):
     def _run_by_layers(
         self, decoder: Decoder, blocks: Sequence[Block], caches: Sequence[FullCache], states_of: tuple[int, ...]
     ) -> PassResult:
-        """Run layer by layer, because keys and values are partly off the device (TriForce, section 5.3). While a layer
-        is computed, the next one's keys and values are fetched, and the previous one's new ones written back. All
-        pieces of a long prompt pass a layer before the next, so its keys and values are written back once, and none is
-        fetched before decoding."""
+        """Run layer by layer, because keys and values are partly off the device (TriForce, section 5.3): during a
+        layer, the next one's are fetched and the previous one's written back. All pieces of a prompt pass a layer
+        before the next, so keys and values are written back once, and none is fetched before decoding."""
         pieces, keeps = _pieces(decoder, blocks, len(states_of)), self.queries_from is not None
         kind = PassKind(pieces[0].packed.threads, keeps, states=states_of)
         for piece in pieces:  # the largest decides
@@ -199,10 +197,8 @@ class CompiledScorer(Scorer):
 class _RowSlice:
     """Some rows' blocks, or pieces of them, that pass a layer at once.
 
-    Attributes:
-        rows: indices of the pass's rows; ``packed`` has their blocks.
-        ends: whether each row's block ends here, so that its logits are wanted.
-        states: requested hidden states so far, float32 ``[n, layers * hidden]``.
+    ``rows``: indices in the pass. ``ends``: whether each block ends here and needs logits. ``states``: requested hidden
+    states so far, float32 ``[n, layers * hidden]``.
     """
 
     rows: list[int]

@@ -1,9 +1,9 @@
 """CUDA graphs of small passes, recorded once per size: a replay needs no Python between its kernels.
 
-A recording reads its input from tables at fixed addresses. Sizes are rounded up to few: powers of two of tokens and
-rows, powers of four of the sequence's splits (``TableSizes.rounded``). All other differences between passes are read on
-the device. So the number of recordings is bounded, and none is made twice. A size is recorded before its first pass,
-while the clock of costs is stopped (``core/work_clock.py``).
+A recording reads its input from tables at fixed addresses. Sizes are rounded up to powers of two of tokens and rows,
+and powers of four of the sequence's splits (``TableSizes.rounded``); other differences are read on the device, so
+recordings are few. Each is made before the first pass of its size, while the clock of costs is stopped
+(``core/work_clock.py``).
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ class Recorder:
         return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def record(self, work: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
-        """Run a function; return how to run it again, and its result, which that overwrites. Do not wait for the
-        device."""
+        """Run a function without waiting; return how to run it again, and its result, which that overwrites."""
         present, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
         self._beside.wait_stream(present)
         with torch.cuda.stream(self._beside):
@@ -124,5 +123,4 @@ class GraphCache(Generic[Result]):
 
 @cache
 def _warn_once(message: str) -> None:
-    """Log a message, for all kinds of passes together."""
     log.warning(message)

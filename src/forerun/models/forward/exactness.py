@@ -1,9 +1,8 @@
 """Measure whether a token's logits have the same bits whatever shares its pass.
 
 A sequence is scored in one pass, in passes of 1 to 64 tokens, and as a branch of a tree with wrong branches, alone and
-packed with another row. A second one is scored likewise after a long prefix, made of the first one's repeated keys and
-values, which exceeds a split of attention and the layers' windows. If all logits are equal bit for bit, so are outputs
-with and without drafts.
+packed with another row. So is a second one after a long prefix (the first one's keys and values, repeated), which
+exceeds a split of attention and the layers' windows. If all logits have equal bits, drafts change no output.
 """
 
 from __future__ import annotations
@@ -38,18 +37,15 @@ LEVELS = get_args(Level)
 
 @dataclass(frozen=True)
 class Exactness:
-    """``bitwise`` if drafts cannot change a bit of the logits, else ``rounding``; ``reason`` says why, or who measured
-    it."""
+    """``bitwise`` if drafts cannot change a bit of logits, else ``rounding``; ``reason``: why, or who measured it."""
 
     level: Level
     reason: str | None = None
 
 
 def probe(scorer: Scorer, limit: int | None = None, offloads: bool = False) -> Exactness:
-    """Measure a model's exactness by comparing bits, with one result on all ranks.
-
-    Test sequences do not exceed ``limit``, the model's positions. ``offloads``: keys and values may be off the device.
-    """
+    """Measure a model's exactness by comparing bits, with one result on all ranks; ``limit``: the model's positions;
+    ``offloads``: whether keys and values may be off the device."""
     if offloads and scorer.device.type != "cpu" and not scorer.by_tables:
         return Exactness("rounding", "keys and values off the device are attended to row by row")
     return Exactness(*scorer.led(lambda: astuple(_probe(scorer, limit))))
@@ -92,7 +88,7 @@ def _repeated(read: FullCache, length: int) -> FullCache:
 
 
 def _read_far(scorer: Scorer, text: IntArray, length: int) -> FullCache:
-    """Prefill ``length`` tokens, because every process of a sharded model must: only passes reach all of them."""
+    """Prefill ``length`` tokens by passes, which alone reach all processes of a sharded model."""
     far = FullCache()
     _read(scorer, far, np.resize(text, length), [length])
     return far

@@ -1,9 +1,8 @@
 """Name a model as this process computes it, so that equal names mean equal results.
 
-``fingerprint`` identifies keys and values on disk. It covers every byte of the weights, because a sample could miss the
-one retrained row of an embedding. ``of_results`` identifies an engine's startup results, and samples large weights:
-costs and exactness do not depend on one row. Both cover the configuration, the modules' settings, the processor, and
-sources and packages: measuring again is cheaper than a wrong bit.
+``fingerprint`` names keys and values on disk. It covers every byte of the weights, because a sample could miss the one
+retrained row of an embedding. ``of_results`` names startup results, and samples large weights: costs and exactness do
+not depend on one row. Both cover configuration, modules' settings, processor, sources and packages.
 """
 
 from __future__ import annotations
@@ -55,9 +54,8 @@ SAMPLE_BYTES = 256
 def fingerprint(scorer: Scorer, exactness: Exactness) -> str:
     """Return a name for the bits of this model's keys and values in this process: 32 hexadecimal digits.
 
-    It reads all weights, at SHA-256's 1.8 GB/s per core. Raise ValueError if keys and values depend on more than is
-    visible: hooks, modules of other packages (adapters have private state), or rotations that depend on the sequence's
-    length.
+    Read all weights, at SHA-256's 1.8 GB/s per core. Raise ValueError if keys and values depend on hooks, modules of
+    other packages (adapters have private state), or rotations that change with the sequence's length.
     """
     model = scorer.model
     reason = unknowable(model)

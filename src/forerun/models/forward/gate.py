@@ -42,8 +42,7 @@ from forerun.models.forward.scorer import (
 log = logging.getLogger(__name__)
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
-"""Relative error (norm over the vocabulary) that rounding explains. Many models normalise in float32 whatever their
-type, hence the float64 entry."""
+"""Relative error (norm over the vocabulary) that rounding explains; many float64 models normalise in float32."""
 
 RECURRENT_TOLERANCE = 1e-3
 """Minimum tolerance for recurrent layers: transformers computes them in float32 and in chunks, whatever the model's
@@ -111,9 +110,8 @@ def admit(model: PreTrainedModel, self_test: SelfTest = tested, kv_dtype: torch.
 
 
 def lay_out(model: PreTrainedModel) -> None:
-    """Change weights that are stored transposed to the kernels' memory layout, once. GPT-2 and the experts of gpt-oss
-    keep a matrix as ``[K, O]`` and compute ``x @ weight``. Shape and numbers, and so results and saved files, do not
-    change."""
+    """Change transposed weights to the kernels' memory layout, once: GPT-2 and gpt-oss's experts keep ``[K, O]`` and
+    compute ``x @ weight``. Shape and numbers, and so results and saved files, do not change."""
     for weight in () if is_sharded(model) else _transposed(model):
         ordered_modules.lay_out(weight)
 
@@ -250,8 +248,7 @@ def _tree_error(scorer: Scorer, text: int) -> float:
 
 
 def _score(scorer: Scorer, prompts: Sequence[Sequence[int]], tree: DraftTree) -> list[torch.Tensor]:
-    """Return logits after each prompt and over the tree after it. The prompts' first tokens come from caches; two of
-    them were nodes of a tree with others."""
+    """Return logits after each prompt and over its tree. First tokens come from caches, two as nodes of a tree."""
     caches = [FullCache(), FullCache()]
     first = [Block(np.array(prompt[:2]), _around(prompt[2:4]), 0) for prompt in prompts]
     scorer.score(first, caches)
@@ -295,9 +292,8 @@ def _error(
 ) -> float:
     """Return the largest relative error of logits at the last tokens of sequences ``[1, t]``, against the model's own.
 
-    In 16 bits, or with quantised activations, the model's own logits are rounded as much as ours. If the two differ,
-    both are compared with float32 logits, and the model's own largest error is subtracted from ours. Both are the
-    largest over all sequences, because rounding affects different ones in each form of the pass.
+    If the two differ in 16 bits, or with quantised activations, both are compared with float32 logits, and the model's
+    largest error is subtracted from ours: over all sequences, because rounding affects different ones in each pass.
     """
     error = max(map(relative_error, scored, own))
     if rounds(model) and error > rounding_error(model):
@@ -321,9 +317,8 @@ def relative_error(logits: torch.Tensor, right: torch.Tensor) -> float:
 class Float32View(TorchFunctionMode):
     """A context in which functions get 16-bit floats widened to float32, one tensor at a time, and so return float32.
 
-    A 16-bit model then computes in float32 without a second copy: the reference when two passes in 16 bits differ.
-    Functions that change a tensor in place and conversions are excluded: where a model rounds on purpose, it still
-    rounds.
+    A 16-bit model then computes in float32 without a second copy. Functions that change a tensor in place and
+    conversions are excluded: where a model rounds on purpose, it still rounds.
     """
 
     def __torch_function__(

@@ -113,11 +113,9 @@ class GpuForward:
         states_of: tuple[int, ...] = (),
         product: Product = linear.sums,
     ) -> PassResult:
-        """Run a pass described by tables; return float32 logits ``[wanted, V]``, and hidden states of layers
-        ``states_of``.
+        """Run a pass described by tables; return float32 logits ``[wanted, V]``, and hidden states of ``states_of``.
 
-        ``attention`` finds its keys and values already in their rows' memory. ``fetch`` is called with each layer
-        before its keys and values are written.
+        ``attention`` finds keys and values in their rows' memory; ``fetch`` is called before a layer's are written.
         """
         x = self._parts.embedding.weight[places.ids].float()
         if self._parts.embedding_factor != 1.0:

@@ -1,13 +1,11 @@
 """A decoder on a GPU: attention of all rows in two kernels per layer, fixed order of sums, CUDA graphs of small passes.
 
 A supported decoder runs as few kernels (``gpu_forward.py``); otherwise the model's code runs with the linear layers,
-means and attention of ``kernels/gpu``. Caches stay in place, and a pass has a table of addresses. Offloaded layers are
-fetched before use into fixed buffers, and written back afterwards. Caches that select keys (low-rank) run as in
-``Scorer``, row by row.
+means and attention of ``kernels/gpu``. Caches stay in place; a pass has a table of addresses. Offloaded layers are
+fetched into fixed buffers, and written back afterwards. Caches that select keys (low-rank) run row by row.
 
 A complete prompt chunk has a separate pass, with torch's products and attention: many times faster, with bits that
-depend on the chunk's length and place. As every prompt is cut at the same places, drafts and other rows do not change
-them.
+depend on the chunk's length and place. All prompts are cut at the same places, so nothing else changes these bits.
 """
 
 from __future__ import annotations
@@ -59,10 +57,8 @@ class LayerQueries(NamedTuple):
 class TableLayers(NamedTuple):
     """A model's layers as tables describe them.
 
-    Attributes:
-        likes: each layer's empty keys and values, ``[1, Hkv, 0, d]`` and ``[1, Hkv, 0, dv]``.
-        group: maximum query heads per KV head.
-        uniform: whether all keys and values have one shape.
+    ``likes``: each layer's empty keys and values, ``[1, Hkv, 0, d]`` and ``[1, Hkv, 0, dv]``. ``group``: maximum query
+    heads per KV head. ``uniform``: whether all keys and values have one shape.
     """
 
     places: dict[int, int]
@@ -77,8 +73,7 @@ class TableLayers(NamedTuple):
 
 
 class TableRow(NamedTuple):
-    """Where a row's keys and values are: addresses ``[layers, 2]``, strides in bytes, and the index of the block's
-    start."""
+    """Where a row's keys and values are: addresses ``[layers, 2]``, strides in bytes, and where the block starts."""
 
     addresses: IntArray
     strides: IntArray | tuple[int, ...]

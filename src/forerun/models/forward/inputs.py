@@ -9,13 +9,11 @@ import torch
 from transformers import Cache, PreTrainedModel, QuantizedCache
 
 DERIVED_INPUTS = frozenset({"attention_mask", "position_ids", "use_cache", "cache_position", "logits_to_keep"})
-"""Inputs that transformers derives from token ids. It adds an empty cache, whose name differs between versions and
-models: ``past_key_values``, ``cache_params``, ``cache``."""
+"""Inputs that transformers derives from token ids; its empty cache's name differs between versions and models."""
 
 
 def check_inputs(ids: torch.Tensor, given: Mapping[str, Any]) -> torch.Tensor:
-    """Return the attention mask ``[B, t]``; raise NotImplementedError for inputs that would change the output, because
-    Forerun does not pass them on: unusual positions, or a cache that is not empty."""
+    """Return the mask ``[B, t]``; raise NotImplementedError for unusual positions, a filled cache, or other inputs."""
     caches = {name: value for name, value in given.items() if isinstance(value, Cache)}
     allowed = DERIVED_INPUTS | caches.keys()
     others = sorted(name for name, value in given.items() if name not in allowed and not _nothing(value))
@@ -77,8 +75,7 @@ def check_length(model: PreTrainedModel, prompt_length: int, max_new_tokens: int
 
 
 def position_limit(model: PreTrainedModel) -> int | None:
-    """Return the longest sequence that the model supports, or None if its configuration sets no limit. Rotary
-    embeddings that depend on the sequence's length do not change up to this length."""
+    """Return the longest sequence that the model supports, or None; up to it, rotary embeddings do not change."""
     config = model.config.get_text_config(decoder=True)
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":  # beyond this length all keys would change

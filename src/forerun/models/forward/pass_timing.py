@@ -1,9 +1,8 @@
 """Measure what passes of a model cost on this machine: a few of each size, in turns, in a second or two.
 
-The fastest pass of each size counts, because disturbances only slow passes down. For large models, fewer sizes are
-measured, each at least twice, as the first pass meets cold memory. If a larger pass is faster than a smaller one,
-something disturbed it, and more passes follow. On a busy processor all sizes are slowed down alike; the thread's CPU
-time, far below the elapsed time, reveals that.
+The fastest pass of each size counts, because disturbances only slow passes down. Large models run fewer sizes, each at
+least twice, as the first pass meets cold memory. If a larger pass is faster than a smaller one, more passes follow. A
+busy processor slows all sizes alike; CPU time far below the elapsed time reveals that.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ OWN_TIME = 0.9
 busy process, 0.43 to 0.49 beside two."""
 SLICES_SECONDS = 0.02
 """Time in which a busy machine shows: its scheduler preempts every few milliseconds. Of 30 tries beside one busy
-process, 5 to 7 seemed undisturbed in 20 or 40 ms, 6 to 10 in 10 and 11 in 5 (both models); beside two, none. A curve
-measured by such a mistake is marked as doubtful again."""
+process, 5 to 7 seemed undisturbed in 20 or 40 ms, 6 to 10 in 10 and 11 in 5; beside two, none."""
 MEASURING_SECONDS = 1.0
 """Time after which no round starts. A round on a model of 135 M parameters lasts 0.4 s."""
 NEAR_TOKENS, FAR_TOKENS = 64, 4096

@@ -23,11 +23,9 @@ def read_prompt(
     on_read: Callable[[int], None] = lambda count: None,
     most: int | None = None,
 ) -> None:
-    """Prefill a cache with all tokens of a prompt that it does not hold yet and would not evict at once.
-
-    Passes have up to ``block_size`` tokens, and ``on_read`` receives their numbers. Stop after ``most`` tokens, if
-    given, at the end of a pass.
-    """
+    """Prefill a cache with a prompt's tokens that it does not hold yet and would not evict at once, in passes of up to
+    ``block_size`` tokens, whose numbers ``on_read`` receives. Stop after ``most`` tokens, if given, at the end of a
+    pass."""
     done = 0
     while cache.length < len(text) and (most is None or done < most):
         count = cache.next_read(len(text))

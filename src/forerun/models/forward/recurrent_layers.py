@@ -1,10 +1,9 @@
 """Run recurrent layers of transformers' models inside a Forerun pass.
 
 A mixer (a short convolution, a gated delta net, Mamba-2) calls its recurrences by name, as functions of its source
-file. Inside a pass its code runs with these names bound to Forerun's functions, which separate rows, follow the draft
-tree, and find each row's states in its cache. Outside of passes, and in other threads, a mixer is unchanged.
-
-Mixers are recognised by the names that their code uses. The gate's self-test checks their results.
+file. Inside a pass these names are bound to Forerun's functions, which separate rows, follow the draft tree, and find
+each row's states in its cache; elsewhere, mixers are unchanged. They are recognised by the names that their code uses,
+and the gate's self-test checks their results.
 """
 
 from __future__ import annotations

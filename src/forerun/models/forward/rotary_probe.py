@@ -97,8 +97,8 @@ def _candidates(frequencies: Sequence[torch.Tensor], d: int) -> Iterator[LayerRo
 
 
 def _error(turn: LayerRotation | None, keys: torch.Tensor, moved: dict[int, torch.Tensor]) -> float:
-    """Return the largest relative error of predicted keys, in units of the error that rounding explains: float32
-    rounding of angles, which grows with the position, cosines and sines, then rounding to the keys' dtype."""
+    """Return predicted keys' largest relative error, in units of that from rounding angles, which grows with the
+    position, cosines, sines and keys."""
     wide = keys.double()
     errors = []
     for position, found in moved.items():

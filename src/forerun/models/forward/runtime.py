@@ -1,9 +1,8 @@
 """Measure at an engine's start whether the model's passes are correct, how exact they are, and what they cost.
 
-Each measurement needs seconds and is reproducible, so results are kept in the process, and in a file in the user's
-cache folder, under ``fingerprint.of_results``: the model, the machine, and versions and sources of all code. Files are
-JSON and replaced atomically; an unreadable one counts as missing, and failures to write are ignored. Static lists have
-a separate file beside it.
+Results are reproducible and need seconds, so they are kept in the process, and in a file in the user's cache folder,
+under ``fingerprint.of_results``. Files are JSON and replaced atomically; an unreadable one counts as missing, and
+failures to write are ignored. Static lists have a separate file.
 """
 
 from __future__ import annotations
@@ -210,17 +209,16 @@ _startup = StartupCache()
 
 @dataclass(frozen=True, eq=False)
 class Runtime:
-    """How an engine measures. Tests use one with fixed answers, for reproducible drafting.
+    """How an engine measures: by default, results are kept for later engines and processes (``StartupCache``).
 
-    By default results are kept for later engines and processes (``StartupCache``). A runtime equals only itself.
+    Tests use one with fixed answers, for reproducible drafting. A runtime equals only itself.
 
     Attributes:
-        clock: returns seconds, for drafters that measure time; by default without those in which passes are recorded.
+        clock: returns seconds; by default without those in which passes are recorded.
         exactness: determines whether drafts can change a model's bits; called with the scorer, its position limit, and
             whether keys and values may be off the device.
         self_test: tests whether a scorer's logits are the model's own; called with the scorer and the test.
-        waits_for_code: whether an engine compiles code for drafting and long sequences before its first request. If
-            not, earlier requests run without drafts, once per machine.
+        waits_for_code: whether the first request waits for compiled code. Else early ones run without drafts.
         static_lists: likely successors of single tokens, for drafts from the trie.
     """
 

@@ -1,9 +1,8 @@
 """A transformers decoder as a scorer: one forward pass returns logits at every node of every row's tree.
 
 Rows are packed into one sequence, each with its positions, so ragged rows need no padding. Attention is the only
-operation that mixes tokens; Forerun's keeps rows apart. It is registered once in transformers' attention interface, and
-finds its thread's running pass. No model code is changed: outside of a pass, and in other threads, a model keeps its
-attention.
+operation that mixes tokens; Forerun's, registered once with transformers, finds its thread's running pass and keeps
+rows apart. Outside of a pass, and in other threads, a model keeps its attention.
 """
 
 from __future__ import annotations
@@ -223,17 +222,14 @@ class Scorer:
         self.recurrent = is_recurrent(model)
         self._keeps_logits = model._supports_logits_to_keep()
         self.prompt_chunk: int | None = None
-        """Tokens of a prompt chunk that has a separate, faster order of sums. Prompts are then cut into chunks of
-        exactly this size, except for the last. None if all passes sum in one order."""
+        """Tokens per prompt chunk (except the last), whose pass sums in a faster order; None if one order is used."""
         self.queries_from: int | None = None
         """Length up to which full caches keep no queries; None if they never do."""
 
     def refresh(self) -> int:
-        """Check whether the model has changed, so that later passes use it as it is now; return a number that changes
-        with what passes compute.
+        """Check whether the model has changed; return a number that changes with what passes compute.
 
-        Call it when a request begins, and before keys and values are shared or stored. Passes do not check: the model
-        must not be changed while a request runs.
+        Call it when a request begins, and before keys and values are shared or stored: passes do not check for changes.
         """
         with self._lock:
             if self._watch is None:
@@ -261,11 +257,9 @@ class Scorer:
 
     def keep_queries(self, beyond: int) -> None:
         """Let full caches keep queries from now on, for sparse caches that select by them beyond ``beyond`` tokens.
-
         Keeping all queries of a prompt, rather than up to ``SAMPLED_QUERIES`` per chunk, added 5 % to prefill. A
         sequence with room to grow longer keeps them from its start: those of a few generated tokens are too few to
-        select by.
-        """
+        select by."""
         self.queries_from = beyond if self.queries_from is None else min(beyond, self.queries_from)
 
     def keeps_queries(self, block: Block, cache: Cache) -> bool:
@@ -366,8 +360,7 @@ class Scorer:
         wanted: int | torch.Tensor,
         layers: tuple[int, ...] = (),
     ) -> PassResult:
-        """Compute logits ``[m, V]`` of ids ``[n]``, of all if ``wanted`` is 0; and the states of all ids, if there are
-        layers."""
+        """Compute logits ``[m, V]`` of ids ``[n]``, of all if ``wanted`` is 0; and states of all ids at ``layers``."""
         arguments: dict[str, Any] = {"logits_to_keep": wanted} if self._keeps_logits else {}
         if layers:
             arguments["output_hidden_states"] = list(layers)

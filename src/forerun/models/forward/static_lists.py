@@ -1,8 +1,7 @@
 """Static lists: likely next tokens after the beginning of a sequence and one token.
 
-For a new sequence they replace recycled logits (``trie/recycled.py``): candidates for the next token, from the first
-one on. Training a tokenizer adds frequent tokens first, so each of the vocabulary's first tokens has a list. No user
-data is involved. Each start makes as many as fit in a second, and the next continues.
+For a new sequence they replace recycled logits (``trie/recycled.py``). Training a tokenizer adds frequent tokens first,
+so each of the vocabulary's first tokens has a list. No user data is involved. Each start adds what fits in a second.
 """
 
 from __future__ import annotations

@@ -31,8 +31,7 @@ ALL_MODULES_HOOKS: tuple[dict[int, Any], ...] = (
 
 
 def added_code(module: nn.Module) -> list[Any]:
-    """Return what calling the module runs besides its class's ``forward``: hooks, and an instance's ``forward``. Hooks
-    that transformers leaves after recording hidden states are excluded, because they do nothing otherwise."""
+    """Return what calling the module runs besides its class's ``forward``, except hooks that transformers left."""
     own = module.__dict__.get("forward")
     every = (module._forward_pre_hooks, module._forward_hooks, *ALL_MODULES_HOOKS)
     found = [hook for hooks in every for hook in _added(hooks)]
@@ -64,17 +63,15 @@ def _is_plain(value: Any) -> bool:
 
 
 class Change(Enum):
-    """``WEIGHTS``: parameters have other values in the same places, where programs read them. ``MODEL``: any other
-    change."""
+    """``WEIGHTS``: parameters' values changed in place, where programs read them; ``MODEL``: any other change."""
 
     WEIGHTS = 1
     MODEL = 2
 
 
 class WeightWatch:
-    """A record of a model at construction, to detect changes. It keeps dictionaries of attributes, modules,
-    weights, buffers and hooks, because collecting them again costs more than a small model's pass. Weights are not
-    kept alive."""
+    """A record of a model at construction, to detect changes. It keeps dictionaries of attributes, modules and hooks:
+    collecting them again costs more than a small model's pass. Weights are not kept alive."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model, self._config = model, copy.deepcopy(vars(model.config))

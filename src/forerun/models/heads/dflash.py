@@ -1,11 +1,10 @@
 """DFlash (2026): a few decoder layers that fill in a block of tokens at once, from the target's hidden states.
 
 The block is the sequence's last token followed by masks. Its tokens attend to each other, and to keys and values that
-each layer projects from the target's states (several layers' concatenated and narrowed by ``fc``). A mask's output
-predicts its token independently of the other masks, so all nodes of a level have the same children. Layers are Qwen
-3's; embeddings and output matrix are the target's unless the file has some. Supported are the authors' format (z-lab)
-and that of ``speculators``, which nests the layers' configuration, counts the target's layers from the embedding, and
-may have a part of the vocabulary.
+each layer projects from the target's states (several layers' concatenated and narrowed by ``fc``). Masks predict
+independently, so all nodes of a level have the same children. Layers are Qwen 3's; embeddings and output matrix are the
+target's unless the file has some. Supported are the authors' format (z-lab) and that of ``speculators``, which nests
+the layers' configuration, counts layers from the embedding, and may have a part of the vocabulary.
 """
 
 from __future__ import annotations

@@ -31,8 +31,7 @@ CODEBOOKS = ("predecessor_codebook", "successor_codebook")
 
 
 class SelectorGrowth(Growth):
-    """A growing tree with each level's candidates and their logits, ``[levels, k]``, and projected states, ``[levels,
-    rank]``."""
+    """A growing tree with candidates and their logits, ``[levels, k]``, and projected states, ``[levels, rank]``."""
 
     def __init__(
         self, sequence: HeadSequence, hidden: torch.Tensor, candidates: torch.Tensor, projected: torch.Tensor

@@ -30,7 +30,7 @@ CONFIDENCE_ENTRIES = ("enable_confidence_head", "confidence_head_with_markov")
 
 class MarkovGrowth(Growth):
     """A growing tree. ``hidden``: logits without the Markov head, ``[levels, D]``; ``rows``: hidden states, ``[levels,
-    hidden]``; ``memory``: the recurrent state at each node, ``[n, rank]``, the sequence's end in row 0."""
+    hidden]``; ``memory``: recurrent states, ``[n, rank]``, the sequence's end in row 0."""
 
     def __init__(self, sequence: HeadSequence, hidden: torch.Tensor, rows: torch.Tensor, rank: int) -> None:
         super().__init__(sequence, hidden)

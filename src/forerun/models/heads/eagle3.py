@@ -5,8 +5,7 @@ embedding. Beyond the sequence, the head's output replaces the target's states. 
 ``d2t`` holds each token's offset to the target's id.
 
 EAGLE-3.1 ("attention drift", 2605.09992) keeps these inputs' magnitude constant over depth: ``fc_norm`` normalises each
-of the target's states before ``fc``, and ``norm_output`` feeds the output back after the final norm. ``norm_before_fc``
-is one norm over all states.
+state before ``fc`` (``norm_before_fc``: all as one), and ``norm_output`` feeds the output back after the final norm.
 
 Supported are the authors' format (SafeAILab) and that of ``speculators``, which nests the layer's configuration. Layers
 are counted as in vLLM: 0 is the embedding, i the output of the i-th layer.

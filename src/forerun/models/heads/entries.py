@@ -1,8 +1,7 @@
 """Read and check a head's ``config.json``: an entry that could change the computation must be supported.
 
-With an ignored entry, a head would load and draft badly, and only the speed would tell; and public formats gain entries
-quickly. So each kind of head names the entries that it reads, and those that it supports with one value only; all
-others must be in ``IDLE_ENTRIES``.
+With an ignored entry, a head would load and draft badly, and only the speed would tell. So each kind of head names the
+entries that it reads, or supports with one value only; all others must be in ``IDLE_ENTRIES``.
 """
 
 from __future__ import annotations
@@ -81,8 +80,7 @@ def count_in(config: Mapping[str, Any], name: str, folder: Path) -> int:
 def check_entries(
     config: Mapping[str, Any], read: Collection[str], single_valued: Mapping[str, Any], kind: str, folder: Path
 ) -> None:
-    """Raise ValueError for an unsupported entry in a head's configuration; None counts as absent. ``read`` and
-    ``single_valued`` name entries that this head supports beyond those of every head."""
+    """Raise ValueError for an unsupported entry; ``read`` and ``single_valued`` are those of this kind of head."""
     only, file = {**SINGLE_VALUED, **single_valued}, folder / "config.json"
     for name, value in config.items():
         if value is None or name in read:

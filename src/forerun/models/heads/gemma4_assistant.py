@@ -1,10 +1,9 @@
 """Gemma 4's assistants (Google, 2026): a few layers with queries only, which attend to the target's keys and values.
 
-The input is the target's embedding of the last token, and its last hidden state at the token before. Each layer attends
-to the cache of the target's last layer of its kind, ``full_attention`` or ``sliding_attention``; nothing is copied.
-After a drafted token, the assistant's output replaces the target's state. The position stays that of the sequence's
-last token, and drafted tokens have no keys. So a node depends only on its parent's output and its token, and no node
-attends to another.
+The input is the target's embedding of the last token, and its last hidden state at the token before; after a drafted
+token, the assistant's output replaces that state. Each layer attends to the cache of the target's last layer of its
+kind, ``full_attention`` or ``sliding_attention``. The position stays that of the sequence's last token, and drafted
+tokens have no keys. So a node depends only on its parent's output and its token.
 
 Logits cover all tokens, or those in the likeliest clusters. The computation is transformers' ``gemma4_assistant`` with
 ``SinglePositionMultiTokenCandidateGenerator`` over the keys of committed tokens.
@@ -174,8 +173,7 @@ class Gemma4AssistantHead(Head):
         return {kind: cache.read(source, first.get(kind, 0), end) for kind, source in self._sources.items()}
 
     def _score(self, rounds: Sequence[_Round], tokens: Sequence[Sequence[int]], states: torch.Tensor) -> torch.Tensor:
-        """Add nodes to trees from the states before them, ``[n, backbone hidden]``; return logits after each, ``[n,
-        V]``."""
+        """Add nodes to trees after states ``[n, backbone hidden]``; return logits after each, ``[n, V]``."""
         w, counts, device = self._weights, [len(own) for own in tokens], self._target.device
         ids = torch.tensor([token for own in tokens for token in own], device=device)
         ends = [each.sequence.next for each, count in zip(rounds, counts, strict=True) for _ in range(count)]
@@ -215,9 +213,8 @@ class Gemma4AssistantHead(Head):
         return linear(out, w[f"{at}o_proj.weight"], w.get(f"{at}o_proj.bias"))
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute logits ``[n, V]``; minus infinity outside the likeliest clusters. transformers puts the least logit
-        minus 1 there, which would give these many tokens a share of the probability, and so distort whether a node
-        pays."""
+        """Compute logits ``[n, V]``; minus infinity outside the likeliest clusters. transformers has the least logit
+        minus 1 there, which would give these many tokens a share of the probability."""
         if not self._centroids:
             return linear(x, self._head)
         scores = linear(x, self._weights["masked_embedding.centroids.weight"])

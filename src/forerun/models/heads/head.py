@@ -28,33 +28,23 @@ GROWTH_TOKENS = 256
 
 
 class HeadSequence:
-    """A head's state of a sequence, with memory for ``layers`` layers.
-
-    Attributes:
-        cache: the target's. It may hold tokens whose states the head has not seen.
-        first: index of the first token whose states the head has seen.
-        next: index of the next token whose states the head has not seen; None before it has seen any.
-        pending: unprocessed states, with the tokens that follow each.
-        rows: keys and values of each of the head's layers; ``lengths``: how many are committed.
-        shortlist: the tokens that can be drafted; None for all of the head's.
-        listed: number of tokens, from the first on, that were added to the shortlist.
-    """
+    """A head's state of a sequence. The target's ``cache`` may hold tokens whose states the head has not seen."""
 
     def __init__(self, layers: int, cache: Cache) -> None:
         self.cache, self._layers = cache, layers
-        self.shortlist: Shortlist | None = None
-        self.listed = 0
+        self.shortlist: Shortlist | None = None  # the tokens that can be drafted; None for all of the head's
+        self.listed = 0  # number of tokens, from the first on, that were added to the shortlist
         self.restart()
 
     def restart(self) -> None:
         """Forget all states, and what was computed from them."""
         layers = self._layers
-        self.first = 0
-        self.next: int | None = None
+        self.first = 0  # index of the first token whose states the head has seen
+        self.next: int | None = None  # index of the next token to see; None before any
         self.last = -1
-        self.pending: list[tuple[torch.Tensor, IntArray]] = []
-        self.rows: list[Rows | None] = [None] * layers
-        self.lengths = [0] * layers
+        self.pending: list[tuple[torch.Tensor, IntArray]] = []  # unprocessed states, and the tokens that follow
+        self.rows: list[Rows | None] = [None] * layers  # keys and values of each of the head's layers
+        self.lengths = [0] * layers  # committed keys of each
         self.carried: list[torch.Tensor | None] = [None] * layers
         """Input of each layer but the first at its next entry, ``[1, hidden]``."""
         self.hidden: torch.Tensor | None = None
@@ -76,11 +66,8 @@ def _grown(tokens: int) -> int:
 
 
 class Growth:
-    """A tree that grows after a sequence, as the head sees it.
-
-    ``hidden`` is the head's output at each node, ``[n, hidden]``, with the sequence's end in row 0; or logits of each
-    level, ``[levels, V]``, of a head that computes all levels at once.
-    """
+    """A tree that grows after a sequence, as the head sees it. ``hidden``: the head's output at each node, ``[n,
+    hidden]``, in row 0 at the sequence's end; or all levels' logits, ``[levels, V]``, if computed at once."""
 
     def __init__(self, sequence: HeadSequence, hidden: torch.Tensor) -> None:
         self.sequence, self.hidden = sequence, hidden
@@ -176,7 +163,4 @@ class Head(ABC):
     def extend(
         self, growths: Sequence[Growth], parents: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        """Add nodes of one level to each tree; return logits after each, ``[n, D]``.
-
-        ``parents``: of each tree's new nodes; 0 is the sequence's end, and nodes are numbered from 1 as they are added.
-        """
+        """Add nodes of one level to each tree; return logits after each, ``[n, D]``. Parent 0 is the sequence's end."""

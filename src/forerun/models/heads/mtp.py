@@ -2,8 +2,7 @@
 
 transformers' ``MtpModel`` computes them; loading the target leaves them out. A layer reads a token's hidden state
 (first the target's, after its final norm) and the next token's embedding; embeddings and output matrix are the
-target's. Beyond the number of layers, they take turns again, each over its keys and values. transformers finds layers
-by ``num_mtp_layers``; ``qwen_mtp.py`` finds Qwen's.
+target's. Beyond their number, layers take turns again, each over its keys and values. Qwen's are in ``qwen_mtp.py``.
 """
 
 from __future__ import annotations

@@ -70,8 +70,7 @@ class PEagleHead(BlockHead, Eagle3Layers):
         return [Growth(sequence, own) for sequence, own in zip(sequences, logits, strict=True)], logits[:, 0]
 
     def _pass(self, sequences: Sequence[HeadSequence], masks: int) -> list[torch.Tensor]:
-        """Process pending entries and temporary masks; return outputs at last entries and masks, ``[1 + masks,
-        hidden]``."""
+        """Process pending entries and masks; return outputs at last entries and masks, ``[1 + masks, hidden]``."""
         if not sequences:
             return []
         entries = [

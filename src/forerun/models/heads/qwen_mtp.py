@@ -47,13 +47,9 @@ BESIDE = "mtp-"
 def load_qwen_mtp(model: PreTrainedModel) -> MtpModel | None:
     """Load the MTP layer from the target's files: a folder, the Hugging Face cache, or a GGUF file.
 
-    Returns:
-        transformers' model on the target's device, with the target's embeddings, head and rotary positions, quantised
-        if the target is; None if there is no such layer.
-
-    Raises:
-        ValueError: for a tensor that is missing, unexpected, or of another shape than configured; for several layers;
-            for dedicated embeddings.
+    Return transformers' model on the target's device, with the target's embeddings, head and rotary positions,
+    quantised if the target is; None if there is no such layer. Raise ValueError for a tensor that is missing,
+    unexpected or of another shape than configured; for several layers; for dedicated embeddings.
     """
     stated, place = int(getattr(text_config(model), STATED, None) or 0), model.name_or_path
     if stated > 1:

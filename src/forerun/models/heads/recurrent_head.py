@@ -20,10 +20,8 @@ from forerun.models.heads.shortlist import drafting
 
 class RecurrentHead(Head):
     """A head that predicts the next hidden state from a token and a hidden state: first the target's, later its own.
-
-    Its ``depth_layers`` layers take turns: each reads the previous one's output and the next token. ``shift`` is an
-    entry's position minus its token's index.
-    """
+    ``depth_layers`` layers take turns: each reads the previous one's output and the next token. ``shift`` is an entry's
+    position minus its token's index."""
 
     depth_layers = 1
     shift = 0
@@ -66,8 +64,7 @@ class RecurrentHead(Head):
     def _read_layer(
         self, layer: int, given: Mapping[HeadSequence, torch.Tensor], entries: Mapping[HeadSequence, IntArray]
     ) -> dict[HeadSequence, torch.Tensor]:
-        """Run a layer over each sequence's last tokens, ``[n, hidden]``; return the next layer's part, without the last
-        entry, which needs the token after it."""
+        """Run a layer over last tokens ``[n, hidden]``; drop the last one's output, which lacks a next token."""
         if not given:
             return {}
         counts = [len(part) for part in given.values()]

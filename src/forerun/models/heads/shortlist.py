@@ -2,9 +2,8 @@
 
 The output matrix is most of a head's cost on a CPU: a third of Qwen3.5-0.8B's weights, and thirteen times those of an
 EAGLE-3 layer of that width. But nearly all next tokens are frequent, occurred in the request, or are proposed by
-another drafter, too. So a head computes only these logits, from rows copied out of the matrix: of frequent tokens once,
-of a request's as they come. The target verifies with the full matrix: a missing token costs a draft and never changes
-the output.
+another drafter, too. So a head computes only these logits, from copied rows: of frequent tokens once, of a request's as
+they come. The target verifies with the full matrix, so a missing token costs a draft and never changes the output.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ _shortlists: ContextVar[Sequence[tuple[Shortlist, int]]] = ContextVar("shortlist
 
 
 def frequent_tokens(lists: RecycledRows, vocabulary: int) -> IntArray:
-    """Return the tokens of every shortlist, ascending: the first of the vocabulary, which tokenizer training makes the
-    frequent ones, and those in a model's static lists."""
+    """Return the tokens of every shortlist, ascending: the vocabulary's first, frequent ones, and those in lists."""
     named = lists.tokens[lists.tokens >= 0]
     return np.union1d(np.arange(min(LISTED_TOKENS, vocabulary)), named).astype(np.int64)
 
@@ -157,8 +155,7 @@ class Shortlist:
 
 @contextmanager
 def drafting(shortlists: Sequence[Shortlist | None], counts: Sequence[int]) -> Iterator[None]:
-    """Compute logits over shortlists in this context, one per sequence, None for all tokens; ``counts``: rows of
-    each."""
+    """Compute logits over shortlists in this context, one per sequence, None for all tokens; ``counts``: their rows."""
     known = [(shortlist, count) for shortlist, count in zip(shortlists, counts, strict=True) if shortlist is not None]
     before = _shortlists.set(known)
     try:

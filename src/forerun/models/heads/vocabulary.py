@@ -26,12 +26,9 @@ def known_tokens(file: HeadFile, known: int, vocabulary: int, folder: Path) -> t
 def own_matrix(
     file: HeadFile, name: str, shape: tuple[int, int], theirs: tuple[int, int], module: Any
 ) -> torch.Tensor | None:
-    """Return a head's embeddings or output matrix; None if there is none, or a copy of the target's.
-
-    Training programs write even frozen matrices; a copy would be read from memory a second time. ``theirs`` is the
-    shape of the target's matrix, which ``module`` has. Raise ValueError for another shape, or a missing matrix where
-    the target's does not fit.
-    """
+    """Return a head's embeddings or output matrix; None if there is none, or a copy of the target's, which would be
+    read from memory a second time. ``theirs`` is the shape of the target's matrix, in ``module``. Raise ValueError for
+    another shape, or a missing matrix where the target's does not fit."""
     if shape != theirs:
         return file.take(name, *shape)
     own, weight = file.find(name, *shape), getattr(module, "weight", None)

@@ -1,9 +1,8 @@
 """Load a GGUF file's weights in their quantised form: mapped from the file, never dequantised.
 
-The model is built without weights. Linear layers, embeddings and experts become the modules of ``stored_weights.py``
-over the file's bytes. Rows in another order than transformers' (queries and keys of Llama) are copied into that order;
-for columns (Qwen3.5), the layer's inputs are reordered. Norms, biases, routers and kernels of convolutions become
-float32. ``gguf_layout.py`` describes the differences.
+Modules of ``stored_weights.py`` over the file's bytes replace linear layers, embeddings and experts. Rows in another
+order than transformers' (queries and keys of Llama) are copied; for other columns (Qwen3.5), the layer's inputs are
+reordered. Norms, biases, routers and kernels of convolutions become float32. See ``gguf_layout.py``.
 """
 
 from __future__ import annotations
@@ -62,15 +61,10 @@ def load_as_stored(
     *,
     quantised: bool = True,
 ) -> PreTrainedModel:
-    """Load a decoder over the weights in a file.
+    """Load a decoder over the weights in a file that ``gguf.check`` and ``check_formats`` accepted.
 
-    Args:
-        file: a GGUF file that ``gguf.check`` and ``check_formats`` accepted.
-        layout: of the file; by default that of llama.cpp's files.
-        quantised: whether inputs of linear layers and experts are quantised to eight bits; see ``linear.Weights``.
-
-    Raises:
-        ValueError: if the file cannot be used, with the reason.
+    ``layout``: by default that of llama.cpp's files. ``quantised``: whether inputs of linear layers and experts are
+    quantised to eight bits; see ``linear.Weights``. Raise ValueError with the reason if the file cannot be used.
     """
     config = _mixtral(config, header) if is_mixtral(header) else config
     with torch.device("meta"):

@@ -1,8 +1,7 @@
 """Check GGUF files before transformers reads them, and repair the result.
 
-transformers dequantises the weights to full size. The header is read first, in a fraction of a second, so a file that
-cannot be loaded is rejected before its weights are read. The format:
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The header is read first, so a file that cannot be loaded is rejected before its weights are read and dequantised. The
+format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -44,17 +43,16 @@ DIGITS_APART = ("smollm", "starcoder", "refact", "command-r")
 """Vocabularies that split numbers into digits before merging; transformers does not."""
 TOKENS = "tokenizer.ggml.tokens"
 SKIPPED_TENSORS = {"llama": r"\.bias$", "mistral": r"\.bias$", "stablelm": r"attn_[qk]_norm"}
-"""Tensors of an architecture that transformers ignores, even if a GGUF file has them."""
+"""Tensors that transformers ignores even if a file has them, by architecture."""
 NOT_READ = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
-"""GGUF's and transformers' names of sizes that transformers does not read from GGUF files."""
+"""Sizes that transformers does not read: GGUF's names and its own."""
 WINDOWED = ("phi3", "starcoder2")
 """Architectures whose window transformers does not read."""
 SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
-"""Layers of Gemma's 27B models, which alone scale attention by the model's width; GGUF files do not say so, and
-transformers uses the others' scale."""
+"""Layers of Gemma's 27B models, which alone scale attention by width; transformers uses the others' scale."""
 
 SHORT_ARRAY = 1024
 """Longest array of numbers that is read: one per layer, but not one per token."""
@@ -66,8 +64,7 @@ _MOST_DIMENSIONS = 4
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor's entry in the header: ``shape`` as in GGUF, fastest dimension first; ``ggml_type``; offset in the
-    data."""
+    """A tensor's header entry: ``shape`` as in GGUF, fastest dimension first; ``offset`` in the data."""
 
     shape: tuple[int, ...]
     kind: int
@@ -99,8 +96,7 @@ def check(file: Path) -> Header:
     """Read a file's header, and reject a file that cannot be loaded, or would be loaded wrongly.
 
     Raises:
-        ValueError: with file and reason: not GGUF, damaged, truncated, an unsupported quantisation, or missing
-            packages.
+        ValueError: not GGUF, damaged, truncated, an unsupported quantisation, or missing packages.
         OSError: if it cannot be read.
     """
     header = read_header(file)
@@ -156,8 +152,7 @@ def bar_to(progress: Progress) -> Iterator[None]:
 
 @contextmanager
 def read_by(header: Header) -> Iterator[None]:
-    """Pass metadata from a header already read to transformers, except for the tokenizer's strings. It reads a file
-    with gguf's reader for the configuration and again for the tokenizer: 15 seconds each for 150,000 tokens."""
+    """Pass metadata already read to transformers, which would read it twice: 15 seconds each for 150,000 tokens."""
     import gguf
 
     reader = gguf.GGUFReader

@@ -1,7 +1,6 @@
 """How GGUF files differ from transformers: names of tensors, orders of rows and columns, and values.
 
-All of it comes from libraries: for newer architectures, transformers has lists of operations with names; for others, it
-has processors, and gguf has the names.
+For newer architectures, transformers has lists of operations with names; for others, processors, and gguf the names.
 """
 
 from __future__ import annotations
@@ -98,9 +97,8 @@ def has_operations(architecture: str) -> bool:
 
 
 def predictor_mapping(architecture: str, config: PreTrainedConfig, block: int) -> list[WeightTransform]:
-    """Return the operations on the tensors of an MTP layer, the file's ``block`` after the decoder's, to the names of
-    transformers' ``MtpModel``, whose ``config`` it is. llama.cpp's converter adds 1 to the layer's norms as to the
-    decoder's, including those named ``nextn``."""
+    """Return the operations from an MTP layer's tensors, the file's ``block``, to transformers' ``MtpModel``, whose
+    ``config`` it is. llama.cpp's converter adds 1 to the layer's norms, including those named ``nextn``."""
     norms = {"enorm": "enorm", "hnorm": "hnorm", "shared_head_norm": "post_norm"}
     return [
         WeightRenaming(rf"^blk\.{block}\.nextn\.", "layers.0."),

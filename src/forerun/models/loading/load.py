@@ -1,8 +1,7 @@
 """Load a model and its tokenizer from a folder or a GGUF file.
 
-Only safe weight formats are read, nothing is downloaded, and code from the model's folder needs permission. Some things
-that transformers silently accepts are errors: missing weights (they would be random), an encoder loaded as a decoder,
-and another model's tokenizer.
+Only safe weight formats are read, nothing is downloaded, and code from the model's folder needs permission. Missing
+weights, an encoder loaded as a decoder, and another model's tokenizer are errors; transformers accepts them.
 """
 
 from __future__ import annotations
@@ -82,8 +81,7 @@ def load(
         dtype: one of ``DTYPES``. ``auto``: the file's own type; float32 for the bundled models and for GGUF files,
             which are dequantised. ``stored``: a GGUF file's weights stay quantised, mapped from the file.
         device: of the weights. ``auto``: CUDA if there is one, else the CPU; always the CPU for ``stored``.
-        activations: inputs of linear layers with quantised weights; one of ``ACTIVATION_TYPES``. ``int8``, the default:
-            quantised per token to eight bits, in blocks of 32. ``float32``: unchanged.
+        activations: inputs of quantised layers: ``int8`` (default; per token, in blocks of 32) or ``float32``.
         ranks: processes, started by torchrun, that each load a part of every layer.
         quantize: one of ``QUANTISATIONS``, for a folder and the CPU: its matrices are quantised once and kept as a file
             in the user's cache; activations are float32.
@@ -126,8 +124,7 @@ def load(
 def load_draft(
     name_or_path: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Load a small model to draft for ``target``, of its dtype and device; raise ValueError as ``load``, or if the
-    vocabularies disagree."""
+    """Load a small model to draft for ``target``; raise ValueError as ``load``, or if the vocabularies disagree."""
     dtype = str(target.dtype).removeprefix("torch.")
     model, own = load(name_or_path, dtype, device=str(target.device), trust_remote_code=trust_remote_code)
     ours, theirs = (dict(map(reversed, t.get_vocab().items())) for t in (tokenizer, own))
@@ -141,12 +138,8 @@ def load_draft(
 
 
 def find(name_or_path: str) -> Path:
-    """Find the folder of a model, or a GGUF file.
-
-    Raises:
-        ValueError: if there is none, or the folder has no ``config.json``, or a file is not a GGUF file.
-        FileNotFoundError: if the bundled model has no weights.
-    """
+    """Find a model's folder or GGUF file. Raise ValueError if there is none, or it has no ``config.json`` or is not
+    GGUF; FileNotFoundError if the bundled model has no weights."""
     if name_or_path in (BUNDLED, BUNDLED_DRAFT):
         return bundled("target" if name_or_path == BUNDLED else "draft")
     folder = Path(name_or_path).expanduser()

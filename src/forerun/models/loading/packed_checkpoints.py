@@ -33,7 +33,6 @@ UNQUANTISED_INSTEAD = (
     "give the folder that it was made from, with --quantize q4_0 or q8_0 on a CPU, or a GGUF file of the model"
 )
 SCALE_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
-"""Types of scales, by safetensors' names."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +83,8 @@ class PackedLayout:
 
 
 class PackedMatrix:
-    """A matrix that is dequantised when it is read, as transformers reads slices of a safetensors file: ``[...]``.
-
-    Raises ``ValueError`` with the name of a tensor that is missing or does not fit.
-    """
+    """A matrix dequantised when it is read by ``[...]``, as transformers reads slices of a safetensors file; raises
+    ``ValueError`` with the name of a tensor that is missing or does not fit."""
 
     def __init__(self, packing: PackedLayout, name: str, parts: Mapping[str, Any]) -> None:
         self._packing, self._name, self._parts = packing, name, parts

@@ -71,8 +71,7 @@ class _StoredPart:
 def load_quantised(
     folder: Path, kind: str, config: PreTrainedConfig, load: Callable[[], PreTrainedModel], progress: Progress
 ) -> PreTrainedModel:
-    """Load a model with its matrices quantised, now or earlier, to ``kind``; ``load`` reads it from the folder to the
-    CPU. Raise ValueError if the disk has no space, or a matrix cannot be quantised."""
+    """Load a model with matrices quantised to ``kind``; raise ValueError for a full disk or an unsuitable matrix."""
     file = file_of(folder, kind)
     if not file.exists():
         _write(folder, file, _parts(folder, load(), GGMLQuantizationType[kind.upper()]), progress)

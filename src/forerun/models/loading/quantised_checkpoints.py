@@ -11,18 +11,14 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from forerun.models.loading.packed_checkpoints import PACKED, UNQUANTISED_INSTEAD, PackedLayout
 
 DEQUANTISED = ("fp8", "mxfp4", "mxfp8")
-"""Methods that transformers dequantises without further packages, by one multiplication per number. Scales of MXFP4 and
-MXFP8 are powers of two, so nothing is rounded."""
+"""Methods that transformers dequantises without further packages. Scales of MXFP4 and MXFP8 are powers of two."""
 
 
 def prepare(folder: Path, config: PreTrainedConfig) -> tuple[str | None, PackedLayout | None]:
     """Change ``config`` so that transformers dequantises what it can, or sees ordinary weights where this package does.
 
-    Returns:
-        The quantisation method, None for ordinary weights; and how they are packed if transformers cannot read them.
-
-    Raises:
-        ValueError: for another method, or an unsupported variant of it, with what to do.
+    Return the method, None for ordinary weights, and the packing if transformers cannot read it. Raise ValueError for
+    an unsupported method or variant, with what to do.
     """
     stated: Any = getattr(config, "quantization_config", None)
     if stated is None:
@@ -51,7 +47,7 @@ def make_ordinary(model: PreTrainedModel) -> None:
 
 
 def name_after(model: PreTrainedModel, folder: Path) -> None:
-    """Give a model that was not loaded by the folder's name that name, and the folder's generation settings."""
+    """Give a model that was not loaded by its folder's name that name, and the folder's generation settings."""
     model.name_or_path = str(folder)
     with suppress(OSError):  # there are none: they follow from the configuration
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)

@@ -12,12 +12,8 @@ from forerun.kernels.linear.linear import Weights, product
 
 
 class StoredLinear(nn.Module):
-    """A linear layer over quantised weights on a CPU, with float32 inputs and outputs.
-
-    Args:
-        bias: float32 ``[O]``, or None.
-        quantised: whether inputs are quantised to eight bits; see ``linear.Weights``.
-    """
+    """A linear layer over quantised weights on a CPU, float32 in and out; ``bias``: float32 ``[O]``, or None;
+    ``quantised``: whether inputs are quantised to eight bits; see ``linear.Weights``."""
 
     def __init__(
         self, rows: nn.Parameter, kind: str, in_features: int, bias: nn.Parameter | None = None, *, quantised: bool
@@ -92,8 +88,7 @@ class StoredEmbedding(nn.Module):
 
 
 class StoredExperts(nn.Module):
-    """Experts that are gated linear units over quantised weights on a CPU: bytes ``[E, I, row]`` (``gate``, ``up``) and
-    ``[E, H, row]`` (``down``), with their formats."""
+    """Gated experts over quantised weights on a CPU: ``gate``, ``up`` ``[E, I, row]``; ``down`` ``[E, H, row]``."""
 
     def __init__(
         self, gate: tuple[nn.Parameter, str], up: tuple[nn.Parameter, str], down: tuple[nn.Parameter, str],

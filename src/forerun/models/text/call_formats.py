@@ -15,33 +15,21 @@ Body = Literal["object", "named", "tags", "python", "braces"]
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How tool calls are written.
+    """How tool calls are written."""
 
-    Attributes:
-        marks: all occur in the chat template of such a model.
-        field: where a call starts and ends, in transformers' language of response templates; ``body`` is its inside.
-        before, after: around a call's arguments; ``{name}`` is the tool's name.
-        begin, end: around all calls; ``between`` separates two.
-        separator: between name and arguments, if the body is both; around strings, if it has braces.
-        noise: marks around calls that are not content.
-        id_length: length of call ids that the template accepts; None for any.
-        marked: whether a mark identifies a call. Otherwise only an object that names a tool is one.
-        bare: whether a message that is only a call's object, without marks, is also a call.
-    """
-
-    marks: tuple[str, ...]
-    field: Json
-    body: Body
-    before: str
-    after: str
-    begin: str = ""
-    end: str = ""
-    between: str = "\n"
-    separator: str = ""
-    noise: tuple[str, ...] = ()
-    id_length: int | None = None
-    marked: bool = True
-    bare: bool = False
+    marks: tuple[str, ...]  # all occur in the chat template of such a model
+    field: Json  # where a call starts and ends, in transformers' language of response templates
+    body: Body  # the inside of a call
+    before: str  # before a call's arguments; ``{name}`` is the tool's name
+    after: str  # after a call's arguments
+    begin: str = ""  # before all calls
+    end: str = ""  # after all calls
+    between: str = "\n"  # between two calls
+    separator: str = ""  # between name and arguments, if the body is both; around strings, if it has braces
+    noise: tuple[str, ...] = ()  # marks around calls that are not content
+    id_length: int | None = None  # of call ids that the template accepts; None for any
+    marked: bool = True  # whether a mark identifies a call; otherwise only an object that names a tool is one
+    bare: bool = False  # whether a message that is only a call's object, without marks, is also a call
 
 
 BARE_CALL = r'(?:\A|(?<=</think>))\s*(?:```(?:json)?\s*)?(?=\{\s*"name"\s*:)'

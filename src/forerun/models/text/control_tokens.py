@@ -1,9 +1,8 @@
 """Keep text of users and tools from being read as a chat template's marks.
 
 Text may contain ``<|im_end|>``, which a tokenizer turns into the token that ends a turn, so a tool's result could start
-a user's turn. Such places are encoded as plain characters instead. For this, an unused noncharacter is inserted after
-the first character of each, before the template writes the conversation with its own marks intact. The result is cut
-there, and its pieces, none with a complete mark, are encoded one by one.
+a user's turn. To encode such places as plain characters, an unused noncharacter is inserted after the first character
+of each before the template writes the conversation; the result is cut there and encoded piece by piece.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ WRITTEN_BY_MODELS = ("content", "reasoning_content")
 
 
 class GuardedChat(NamedTuple):
-    """A conversation and its tools; ``cut`` is inside what only looks like a mark, or None."""
+    """A conversation and its tools; ``cut`` is the noncharacter inside of broken marks, or None."""
 
     messages: list[Json]
     tools: list[Json] | None
@@ -88,10 +87,8 @@ def _texts(value: Any) -> Iterable[str]:
 
 
 def _cutter(marks: Sequence[str], cut: str) -> Callable[[str], str]:
-    """Return a function that inserts ``cut`` after the first character of each mark, even of overlapping ones.
-
-    One regular expression for all marks would hold Python's lock for a whole text: 0.08 seconds for 8 MiB.
-    """
+    """Return a function that inserts ``cut`` after the first character of each mark, even of overlapping ones. (One
+    regular expression for all marks would hold the GIL for a whole text: 0.08 seconds for 8 MiB.)"""
 
     def change(text: str) -> str:
         places = sorted({place + 1 for mark in marks for place in _places(mark, text)})

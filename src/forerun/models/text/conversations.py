@@ -28,8 +28,7 @@ def knows_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def with_known_roles(messages: Sequence[Json], tokenizer: PreTrainedTokenizerBase) -> list[Json]:
-    """Replace ``developer``, OpenAI's later name of ``system``, for a template without it. Some templates reject a
-    second system turn, so a developer's turn right after one is merged into it."""
+    """Turn ``developer`` into ``system`` for a template without it, merging it into a system turn right before."""
     if "developer" in str(getattr(tokenizer, "chat_template", "")):
         return list(messages)
     turns: list[Json] = []

@@ -29,9 +29,8 @@ class Piece:
 class Detokenizer:
     """A decoder of the tokens that follow a prompt, with special tokens left out except ``keep``.
 
-    The last piece's tokens are decoded with and without the later tokens; the difference is new text. If its bytes end
-    inside a character, it waits for more tokens. A replacement character alone is no sign of that: it may be genuine,
-    or stand for bytes that no later ones complete.
+    The last piece's tokens are decoded with and without later tokens; the difference is new text, unless its bytes end
+    inside a character. A replacement character alone is no sign of that: it may be genuine, or never be completed.
     """
 
     def __init__(

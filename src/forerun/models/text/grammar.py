@@ -1,9 +1,8 @@
 """Constrain outputs to a JSON schema, a regular expression or a grammar: llguidance finds the tokens that may follow.
 
-A matcher is moved to the ids of each query and back, so its answer depends only on them, and one matcher serves a row,
-its drafts, its trees' branches, and its forks. Where only one text may follow, all its tokens are computed once, and
-need no mask. JSON is written on one line, with a space after commas and colons, as in ``json.dumps``. So everything
-between two values is certain, and needs no separate pass.
+A matcher is moved to the ids of each query and back, so one serves a row, its drafts, its trees' branches, and its
+forks. Where only one text may follow, all its tokens are computed once, and need no mask. JSON is written as by
+``json.dumps``, on one line with a space after commas and colons, so what is between two values is certain.
 """
 
 from __future__ import annotations
@@ -74,9 +73,8 @@ class Grammar:
 class Grammars:
     """A compiler of response formats for one fast tokenizer; threads may share it.
 
-    llguidance's tokenizer is made at first use, in 0.8 seconds for 49,152 tokens, half of it with the GIL held, so a
-    server makes it before it serves (``prepare``). ``vocabulary`` is the number of tokens with logits, and ``ends`` has
-    end-of-sequence tokens beyond the tokenizer's.
+    llguidance's tokenizer is made at first use, or by ``prepare``: in 0.8 seconds for 49,152 tokens, half of it with
+    the GIL held. ``vocabulary``: number of tokens with logits; ``ends``: end-of-sequence tokens beyond the tokenizer's.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int, ends: Sequence[int]) -> None:

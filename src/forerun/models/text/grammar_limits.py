@@ -29,8 +29,7 @@ MAX_RULE_PASSES = 64
 
 
 def checked_schema(schema: Mapping[str, Any]) -> str:
-    """Check and rewrite a JSON schema for llguidance, as text; raise SchemaError if it exceeds a limit or fits no
-    grammar."""
+    """Check and rewrite a JSON schema for llguidance; raise SchemaError if it exceeds a limit or fits no grammar."""
     try:
         text = json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:

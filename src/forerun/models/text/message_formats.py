@@ -38,19 +38,13 @@ Thinking = Literal["open", "free", "closed"]
 
 @dataclass(frozen=True)
 class MessageFormat:
-    """How a model's messages are written.
+    """How a model's messages are written."""
 
-    Attributes:
-        calls: its tool calls; None if only the tokenizer's response template, ``own``, describes them.
-        special: the tokenizer's special tokens by text; they are left out of texts.
-        added: all added tokens, including special ones.
-    """
-
-    calls: CallFormat | None
+    calls: CallFormat | None  # None if only the tokenizer's response template, ``own``, describes them
     thinking: ThinkingFormat | None
     own: Json | None
-    special: Mapping[str, int]
-    added: Mapping[str, int]
+    special: Mapping[str, int]  # the tokenizer's special tokens by text; they are left out of texts
+    added: Mapping[str, int]  # all added tokens, including special ones
 
     def response_template(self, with_tools: bool) -> Json | None:
         """Return the response template for transformers' parser, or None if a message is all content."""
@@ -180,8 +174,7 @@ class MessageFormat:
         return f"forerun_first_{number}_{first}", rules
 
     def _lark(self, text: str) -> str:
-        """Write text in Lark. Added tokens are written as numbers, because llguidance treats some of them as special,
-        and no text spells those."""
+        """Write text in Lark, added tokens as numbers: some are special to llguidance, and no text spells those."""
         if not text:
             return ""
         pattern = "|".join(map(re.escape, sorted(self.added, key=len, reverse=True)))

@@ -1,8 +1,7 @@
 """Split a message into content, reasoning and tool calls while it is generated.
 
-transformers' response parser finds the parts. JSON arguments of a call are passed on as they arrive. An unreadable call
-stays part of the content, unless the answer ended inside it. If transformers' parser fails at one, all that follows is
-content.
+transformers' response parser finds the parts. JSON arguments are passed on as they arrive. An unreadable call stays
+content, unless the answer ended inside it; if transformers' parser fails at one, all that follows is content.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ class MessageDelta:
 
 class ObjectScanner:
     """A scanner for name and arguments in incomplete objects like ``{"name": "f", "arguments": {...}}``. It calls
-    ``begin`` with a call's name when its arguments start, and ``add`` with pieces of these. ``names`` are allowed
-    names; None for any."""
+    ``begin`` with a name when its arguments start, and ``add`` with their pieces. ``names``: allowed ones."""
 
     def __init__(
         self, begin: Callable[[str], None], add: Callable[[str], None], names: Collection[str] | None = None
@@ -175,12 +173,7 @@ class ValueScanner:
 
 
 class MessageParser:
-    """A parser of one message.
-
-    Args:
-        form: the format of its messages; ``template`` is from ``form.response_template``.
-        parallel: whether calls after the first are passed on.
-    """
+    """A parser of one message in ``form``, by its ``template``; ``parallel``: pass on calls after the first."""
 
     def __init__(
         self,

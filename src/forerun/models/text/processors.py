@@ -1,8 +1,8 @@
 """Run transformers' logits processors for each row.
 
-transformers calls a processor once per token, in order, and so does verification along its path. A processor that
-remembers its calls (a watermark, a grammar, guidance by a second pass) must see neither the calls of drafting nor those
-of other rows. So each of several rows has a copy, and drafts are made without it, which affects only what is accepted.
+transformers calls a processor once per token, in order, and so does verification along its path. One with a state (a
+watermark, a grammar, guidance by a second pass) must not see the calls of drafting or of other rows. So each row has a
+copy, and drafts are made without it, which affects only what is accepted.
 """
 
 from __future__ import annotations
@@ -91,11 +91,8 @@ def stateless(processor: Any) -> bool:
 
 
 def of_row(processors: Sequence[Any], model: PreTrainedModel, row: int = 0, rows: int = 1) -> Processor | None:
-    """Combine a row's processors into one, or None if there are none.
-
-    ``prefix_allowed_tokens_fn`` receives the row's number. With several rows, use copies, which share the target; raise
-    NotImplementedError for a processor that cannot be copied.
-    """
+    """Combine a row's processors into one, or None if there are none; ``prefix_allowed_tokens_fn`` receives the row's
+    number. With several rows, use copies, which share the target; raise NotImplementedError if one cannot be copied."""
     own = [_quick(_of_place(each, row, rows)) if stateless(each) else each for each in processors]
     if rows > 1:
         own = [each if stateless(each) else _copied(each, model) for each in own]

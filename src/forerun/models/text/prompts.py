@@ -24,10 +24,7 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def compiled_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
-    """Return a copy of the tokenizer's compiled part, without the truncation and padding that its file may set.
-
-    None if it has no such part.
-    """
+    """Return a copy of the tokenizer's compiled part, if any, without the truncation and padding of its file."""
     backend = copy(getattr(tokenizer, "backend_tokenizer", None))
     if backend is not None:
         backend.no_truncation()
@@ -216,12 +213,8 @@ def _check_others(given: Mapping[str, Any]) -> None:
 
 
 def encode_prediction(prediction: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    """Return the token ids of an expected answer, without special tokens.
-
-    Raises:
-        ValueError: for text without a tokenizer, or an id below 0.
-        TypeError: for anything but text or token ids.
-    """
+    """Return the token ids of an expected answer, without special tokens. Raise ValueError for text without a
+    tokenizer, or an id below 0; TypeError for anything but text or token ids."""
     if isinstance(prediction, str):
         if tokenizer is None:
             raise ValueError("the prediction is text and there is no tokenizer; pass tokenizer= or token ids")

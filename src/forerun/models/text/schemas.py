@@ -1,8 +1,7 @@
 """Rewrite JSON schemas for llguidance, and reject those that it cannot enforce.
 
-Validators differ in what they enforce. Here an unknown ``format`` is an annotation, as in JSON Schema; entries of an
-array may repeat despite ``uniqueItems``; and ``oneOf`` is ``anyOf`` where its choices overlap. Alternatives that cannot
-be enforced are dropped, because what the others allow is valid, too.
+An unknown ``format`` is an annotation, as in JSON Schema; entries of an array may repeat despite ``uniqueItems``; and
+``oneOf`` is ``anyOf`` where its choices overlap. Alternatives that cannot be enforced are dropped.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ class SchemaError(ValueError):
 
 
 def usable_schema(schema: Any, where: str = "schema") -> Any:
-    """Rewrite a JSON schema for llguidance; return anything but an object unchanged. Raise SchemaError with place
-    (``where``) and keyword if one cannot be enforced."""
+    """Rewrite a JSON schema for llguidance; raise SchemaError with place (``where``) and keyword if impossible."""
     try:
         return _Usable(schema if isinstance(schema, Mapping) else {}).of(schema, where)
     except RecursionError:
