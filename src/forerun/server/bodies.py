@@ -110,12 +110,12 @@ def parsed(body: bytes, model: type[Model], served_name: str) -> tuple[Model, An
 
 
 def _value(body: bytes) -> Any:
-    """Parse JSON. Without escapes, this parser is up to eight times as fast as Python's, which holds Python's lock
-    for 6 ms for 8 MiB of text; what it refuses (deeper nesting, UTF-16), Python's may accept."""
+    """Parse UTF-8 JSON. Without escapes, this parser is up to eight times as fast as Python's, which holds Python's
+    lock for 6 ms for 8 MiB of text; what it refuses (deeper nesting), Python's may accept."""
     if b"\\" not in body:
         with suppress(ValueError):
             return from_json(body)
-    return json.loads(body)
+    return json.loads(body.decode("utf-8-sig"))  # strict: of bytes, Python accepts encoded surrogates, and UTF-16
 
 
 def _check_characters(body: bytes, given: Any) -> None:
