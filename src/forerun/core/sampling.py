@@ -18,7 +18,7 @@ import torch
 
 from forerun.core.compiling import COMPILES
 from forerun.core.pinned import to_device
-from forerun.core.sampling_kernels import BITS, GOLDEN, MIX1, MIX2, best_with_noise
+from forerun.core.sampling_kernels import BITS, GOLDEN, MIX1, MIX2, best_with_noise, highest
 
 Method = Literal["greedy", "coupled", "rejection"]
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -196,7 +196,7 @@ class Sampler:
 
     def choose(self, scores: torch.Tensor, position: int, salt: Salt | None = None) -> int:
         if self.method == "greedy":
-            return int(scores.argmax())
+            return highest_of(scores)
         return _sample(scores, self.seed, position, self.salt if salt is None else salt)
 
     def choices(self, scores: torch.Tensor, positions: Sequence[int], salt: Salt | None = None) -> torch.Tensor:
@@ -230,6 +230,13 @@ class Sampler:
     def draft_salt(self) -> Salt:
         """Return the salt of drafts."""
         return Salt.DRAFT if self.method == "rejection" else Salt.TARGET
+
+
+def highest_of(scores: torch.Tensor) -> int:
+    """Return the token with the highest score ``[V]``."""
+    if COMPILES and scores.device.type == "cpu" and scores.dtype == torch.float32:
+        return highest(scores.detach().contiguous().numpy())
+    return int(scores.argmax())
 
 
 def _sample(scores: torch.Tensor, seed: int, position: int, salt: Salt) -> int:

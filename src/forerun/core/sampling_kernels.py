@@ -32,12 +32,19 @@ _LOG2 = math.log(2.0)
 _EXPONENT = 1023.0 + BITS  # of 2 ** -BITS in a float's bits
 _SLACK = 1e-6  # exceeds the bound's own rounding
 _BLOCK = 512  # tokens bounded at a time, so that the loop is vectorised
+_LINE = 64  # scores compared at a time, for the same reason
 _CHANCE_BITS, _DIGIT = 36, 12  # bits of a float32, zero-extended, and those examined at a time
 
 
 def best_with_noise(scores: npt.NDArray[Any], key: int) -> int:
     """Return the token with the highest score ``[V]`` plus noise for a 64-bit key; 0 if all scores are -inf."""
     return int(_search(scores, np.uint64(key), np.empty(_BLOCK, np.float64)))
+
+
+def highest(scores: npt.NDArray[np.float32]) -> int:
+    """Return the token with the highest score ``[V]``, as torch's ``argmax`` does: the first of equals, or the first
+    NaN. torch needs 45 us for 49,152 tokens, this 6."""
+    return int(_highest(scores))
 
 
 def top_p_cut(
@@ -58,6 +65,7 @@ def top_p_cut(
 def warm_up() -> None:
     """Compile or load the kernels."""
     if COMPILES:
+        highest(np.zeros(1, np.float32))
         best_with_noise(np.zeros(1, np.float32), 0)
         top_p_cut(np.zeros(1, np.float32), np.ones(1, np.float32), 0.0, 0.0)
 
@@ -97,6 +105,29 @@ def _search(scores: npt.NDArray[Any], key: np.uint64, bounds: npt.NDArray[np.flo
                 if value > most:
                     token, most = first + i, value
     return token
+
+
+@compiled
+def _highest(scores: npt.NDArray[np.float32]) -> int:
+    token, most, last = 0, np.float32(-np.inf), len(scores) - len(scores) % _LINE
+    for first in range(0, len(scores), _LINE):
+        if first < last and not _any_above(scores, first, most):
+            continue
+        for i in range(first, min(first + _LINE, len(scores))):
+            if scores[i] != scores[i]:
+                return i
+            if scores[i] > most:
+                token, most = i, scores[i]
+    return token
+
+
+@compiled
+def _any_above(scores: npt.NDArray[np.float32], first: int, most: np.float32) -> bool:
+    """Return whether a line has a score above ``most`` or NaN. Unsigned indices and sums let the loop vectorise."""
+    found = np.uint32(0)
+    for i in range(np.uint64(_LINE)):
+        found = np.uint32(found | np.uint32(not scores[np.uint64(first) + i] <= most))
+    return bool(found)
 
 
 @compiled

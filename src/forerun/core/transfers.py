@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from forerun.core.block import RowScores
 from forerun.core.pinned import to_device
 from forerun.core.request import Request
-from forerun.core.sampling import Salt, highest_of_rows
+from forerun.core.sampling import Salt, highest_of, highest_of_rows
 from forerun.core.tree import DraftTree, IntArray
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ FloatArray = npt.NDArray[np.float64]
 
 def best_of(logits: torch.Tensor) -> int:
     """Return the best token of logits ``[V]``."""
-    return int(best_of_rows(logits))
+    return highest_of(logits.float() if logits.dtype == torch.float64 else logits)
 
 
 def best_of_rows(logits: torch.Tensor) -> torch.Tensor:
