@@ -1,7 +1,6 @@
-"""The spelling of words without a leading space.
+"""The spelling of words without a leading space, by which gapped matches recognise them.
 
-A table may have `` silver`` as one token; JSON has ``silver`` after a quote, as other tokens. Gapped matches use this
-to recognise the word.
+A table may have `` silver`` as one token; JSON has ``silver`` after a quote, as other tokens.
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ QUOTE = '"'
 def spellings(tokenizer: Tokenizer) -> Int32Array:
     """Return how each word token with a leading space is spelled after a quote, int32 ``[vocabulary, LONGEST_WORD]``.
 
-    Rows are padded with ``UNWRITTEN``, and empty for tokens without a spelling, or if the tokenizer cannot encode a
-    quote.
+    Rows are padded with ``UNWRITTEN``; all are empty if the tokenizer cannot encode a quote.
     """
     table = np.full((tokenizer.get_vocab_size(), LONGEST_WORD), UNWRITTEN, np.int32)
     spaced = [number for token, number in tokenizer.get_vocab().items() if token.startswith(SPACES)]
