@@ -136,11 +136,9 @@ class FairShare:
 
 
 class Admission:
-    """All waiting and running requests; the tenant that has been served the fewest tokens is next.
-
-    A tenant that returns after a pause starts level with the least served one present: unused shares are not saved up.
-    An engine's ``tiers`` count caches themselves; then only draft levels, on the device, are charged here.
-    """
+    """All waiting and running requests; the tenant that has been served the fewest tokens is next. One that returns
+    after a pause starts level with the least served one present: unused shares are not saved up. An engine's ``tiers``
+    count caches themselves; then only draft levels, on the device, are charged here."""
 
     def __init__(self, limits: SchedulerLimits, tiers: Tiers | None = None) -> None:
         self.limits = limits

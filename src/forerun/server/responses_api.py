@@ -189,7 +189,6 @@ def _is_content(output: Any) -> bool:
 
 
 def _own_turn(messages: list[Json]) -> Json:
-    """Return the last turn if it is the assistant's, else a new one."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]

@@ -137,10 +137,8 @@ class StrictModel(BaseModel):
 
 
 def _validation_error(errors: Sequence[Any], model: type[BaseModel], renamed: Mapping[str, str]) -> ApiError:
-    """Merge pydantic's errors about a request, with ``renamed`` fields; ``param`` and ``code`` are the first one's.
-
-    The message repeats only field names of the client's, and suggests the nearest known name for an unknown field.
-    """
+    """Merge pydantic's errors about a request, with ``renamed`` fields; ``param`` and ``code`` are the first one's. The
+    message repeats only field names of the client's, and suggests the nearest known name for an unknown one."""
     errors = [{**each, "loc": tuple(renamed.get(str(part), part) for part in each["loc"])} for each in errors]
     first = errors[0]
     code = "unsupported" if first["type"] in ("unsupported", "extra_forbidden") else "invalid_value"

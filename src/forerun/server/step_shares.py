@@ -30,8 +30,8 @@ class StepPlan(NamedTuple):
 
 
 class _Times:
-    """The median seconds of recent steps, and their mean tokens: an interrupted step, which is ten times as long, would
-    distort a mean."""
+    """The median seconds of recent steps, as an interrupted one, ten times as long, would distort a mean; and mean
+    tokens."""
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -44,8 +44,8 @@ class _Times:
 
 
 class StepTimeLine:
-    """A line through the median times of steps by their tokens, with one point per power of two of tokens: otherwise
-    many steps of similar lengths would determine its slope by their noise."""
+    """A line through median step times by tokens, one point per power of two: many steps of similar length must not set
+    its slope."""
 
     def __init__(self) -> None:
         self._times: dict[int, _Times] = {}
@@ -76,14 +76,11 @@ class StepTimeLine:
 
 
 class StepShares:
-    """A planner of steps with rows of several tenants.
+    """A planner of steps with rows of several tenants, of ``tenants`` that may come.
 
     If another token costs little, as in large models, all rows step together. If every token costs as much as the
     first, a tenant's rows take turns: it has no more tokens in a step than the tenant with the fewest. A tenant that is
     alone gets shorter drafts where others may come, whose first token waits for the step under way.
-
-    Args:
-        tenants: number of tenants that may come.
     """
 
     def __init__(self, tenants: int = 1) -> None:
