@@ -30,8 +30,8 @@ from collections.abc import Sequence
 from forerun.policy.cost_curve import CostTable
 
 START_SLACK = 3.0
-"""What the first batch may lose at its start, in plain passes. With one pass, a first proposal that cost twice its
-guess ended drafting for a whole request."""
+"""What the first batch may lose at its start, in plain passes. With one, a single costly first proposal ended
+drafting."""
 TRIAL_SLACK = 1.0
 """What trials may lose at the start, in plain passes: one rejected draft of typical size."""
 SHARE = 0.01
@@ -43,8 +43,8 @@ COSTLY_SHARE = 0.5
 SAVED = 16.0
 """Maximum savings that count, in plain passes: how long drafts are trusted after they stop paying."""
 CREDIT = 0.06
-"""Share of a batch's cost to go that earlier savings may cover. With ``SHARE``, the sum is 7 %, as much as
-``forerun bench never-slower`` allows a single run."""
+"""Share of a batch's cost to go that earlier savings may cover; plus ``SHARE``, it is 7 %, as ``never-slower`` allows a
+run."""
 
 
 class Ledger:
@@ -81,8 +81,8 @@ class Ledger:
         return max(own, self.lacks(spent + cost + RESERVE, trial))
 
     def book_plain(self, overhead: float, progress: float) -> None:
-        """Book steps without drafts. Deciding counts as lost but does not reduce the slack; otherwise a ledger that
-        says no could never recover."""
+        """Book steps without drafts. Deciding counts as lost but leaves the slack: else a ledger that says no never
+        recovers."""
         self._book(overhead, progress, 0.0, SHARE * progress)
 
     def book(
@@ -106,12 +106,8 @@ class Ledger:
 
 
 def cost_to_go(left: Sequence[int], cached: Sequence[int], table: CostTable, closed: bool) -> float:
-    """Return the cost of plain decoding until all rows have their tokens; see the module.
-
-    Args:
-        left, cached: by row, tokens still to generate and cached tokens.
-        closed: whether no new rows replace finished ones.
-    """
+    """Return the cost of plain decoding until all rows have their tokens (``left``, with ``cached`` ones), as the
+    module says. ``closed``: whether no new rows replace finished ones."""
     rows, looking = len(left), sum(cached)
     if not closed:
         return sum(left) * table.decoding(rows, looking) / rows
@@ -125,13 +121,9 @@ def cost_to_go(left: Sequence[int], cached: Sequence[int], table: CostTable, clo
 def token_values(
     left: Sequence[int], gains: Sequence[float], cached: Sequence[int], table: CostTable, stretch: float, closed: bool
 ) -> list[float]:
-    """Return the value of a token of each row, in plain passes: P s / g; see the module.
-
-    Args:
-        left, cached, closed: see ``cost_to_go``.
-        gains: recent tokens per step of each row.
-        stretch: recent cost of a step over a plain one.
-    """
+    """Return the value of a token of each row, in plain passes: P s / g, as the module says. ``left``, ``cached``,
+    ``closed``: see ``cost_to_go``; ``gains``: recent tokens per step of each row; ``stretch``: recent cost of a step
+    over a plain one."""
     rows, together = len(left), table.decoding(len(left), sum(cached))
     if not closed or rows == 1:
         return [together / rows * stretch / gain for gain in gains]

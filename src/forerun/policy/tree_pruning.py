@@ -3,7 +3,7 @@
 A node's probability is the drafter's, calibrated by how often similar nodes were correct (``calibration.py``), scored
 or not: the committed tokens show it. Under rejection sampling, the decision must not depend on the drawn token's own
 probability, and only scoring shows whether it is accepted. So nodes with ``q`` are judged by depth, and count only if
-scored. No clock is involved. A step of a small model lasts half a millisecond, so this is compiled.
+scored. A step of a small model lasts half a millisecond, so this is compiled; no clock is involved.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from forerun.policy.cost_curve import CostCurve, CostTable, FloatArray
 from forerun.policy.pass_shape import PassShape
 
 BEGIN, DEPTH, STATES, CACHED, SCORED, KEPT = range(6)
-"""By row of the batch: its tree's first node, maximum depth, whether the drafter states probabilities, cached tokens,
-tokens scored so far, and kept nodes."""
+"""By row: its tree's first node, maximum depth, whether the drafter states probabilities, cached tokens, tokens scored
+so far, and kept nodes."""
 
 EMPTY = DraftTree.empty()
 
@@ -140,8 +140,8 @@ class TreePruner:
         )
 
     def learn(self, outcomes: Iterable[tuple[int, Outcome, bool]]) -> dict[int, int]:
-        """Calibrate by outcomes of the trees last pruned: the row's index, its outcome, and whether the tree was drawn
-        (with ``q``). Returns the number of correct nodes by row."""
+        """Calibrate by the last pruned trees' outcomes: row, outcome, and whether the tree was drawn (with ``q``);
+        return the number of correct nodes by row."""
         judged, committed = list[tuple[int, ...]](), list[int]()
         for row, outcome, drawn in outcomes:
             tokens, accepted = outcome.verdict.tokens, len(outcome.verdict.path)
@@ -179,8 +179,8 @@ def _add_tree(table: NodeTable, calibration: CalibrationTable, row: int, rows: I
 
 @compiled
 def _sort(table: NodeTable, rows: IntArray, look: float, values: FloatArray) -> int:
-    """Sort the nodes that can be accepted by worth, parents before children; ``look``: cost of a node per cached token.
-    Returns their number."""
+    """Sort acceptable nodes by worth, parents first, at the cost ``look`` per node and cached token; return their
+    number."""
     order, worth, size = table.order, table.worth, 0
     for node in range(rows[BEGIN, -1]):
         if table.chances[node] > 0.0:
@@ -224,7 +224,7 @@ def prune(
     values: FloatArray,
     slack: float,
 ) -> tuple[int, float, float, float]:
-    """Keep the nodes whose tokens are worth more than they cost.
+    """Keep the nodes whose tokens are worth more than they cost; return all but the first field of ``PrunedTrees``.
 
     Args:
         nodes, groups: addresses of a ``NodeTable``, whose first three columns are filled, and a ``CalibrationTable``.
@@ -234,9 +234,6 @@ def prune(
         fed: tokens of the pass besides nodes.
         fixed, slope: nodes cost ``slope`` times what they add by the curve, plus ``fixed``; at most ``slack``.
         values: of a token, in plain passes, ``[rows]``.
-
-    Returns:
-        All but the first field of ``PrunedTrees``.
     """
     table, calibration = _nodes_at(nodes), _calibration_at(groups)
     for row in range(rows.shape[1] - 1):
@@ -265,8 +262,8 @@ def prune(
 def _judge(
     table: NodeTable, calibration: CalibrationTable, begin: int, end: int, tokens: IntArray, scored: bool
 ) -> int:
-    """Count the nodes of a row's tree that its committed tokens decide, only scored ones if ``scored``. Returns how
-    many are correct."""
+    """Count the nodes of a row's tree that its committed tokens decide (of ``scored`` ones); return how many are
+    correct."""
     depths, right = table.order, 0  # depth of each correct node, else 0
     for node in range(begin, end):
         above = table.parents[node]
