@@ -67,8 +67,7 @@ class _Dispatcher(CPUDispatcher):  # type: ignore[misc]  # numba has no types
 
 
 class _Compiled(_Dispatcher):
-    """A function that Python calls; compiled callers use ``inner``, without Python's wrapper: a third of compile
-    time."""
+    """A function that Python calls; compiled callers use ``inner``: Python's wrapper is a third of compile time."""
 
     @functools.cached_property
     def inner(self) -> Any:

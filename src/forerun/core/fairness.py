@@ -157,8 +157,7 @@ def owner_of(namespace: str) -> str:
 
 
 def eviction(entries: Sequence[tuple[KeyT | None, str, int]]) -> KeyT | None:
-    """Return the oldest key of the largest owner, or None. ``entries``: keys (None if they must stay), owners,
-    sizes."""
+    """Return the oldest key of the largest owner, or None; ``entries``: keys (None to stay), owners, sizes."""
     sizes: Counter[str] = Counter()
     for _, owner, size in entries:
         sizes[owner] += size

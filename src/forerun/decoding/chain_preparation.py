@@ -22,8 +22,7 @@ TREES_GAIN = 1.07
 """Tokens that trees alone yield in the time of a plain step, from which savings of chains are counted. After 16,000 and
 32,000 tokens of the bundled model and SmolLM2 in both types, 1.06 to 1.09 decide alike."""
 PREFILL_SHARE = 0.05
-"""Share of a prompt's prefill that preparation may cost before drafts save anything; measured after 16,000 tokens: 0.5
-%."""
+"""Share of a prompt's prefill that preparation may cost before drafts save; measured at 16,000 tokens: 0.5 %."""
 LEAST_COST = 1e-6
 """Minimum cost of preparing a token, in plain passes."""
 
@@ -87,8 +86,7 @@ class ChainPreparation:
         return all(allowed)
 
     def _may_start(self, row: Row, state: PreparedRow) -> bool:
-        """Decide whether to prepare a row, every ``READ_BLOCK`` tokens, or whenever a short request's answer has
-        doubled."""
+        """Decide whether to prepare a row, every ``READ_BLOCK`` tokens, or when a short one's answer has doubled."""
         if not state.unread or not self._trees:
             return True
         length = len(row.request)
@@ -130,5 +128,4 @@ class ChainPreparation:
 
 
 def _is_short(row: Row) -> bool:
-    """Return whether a row's cache for chains needs a single pass."""
     return len(row.request) <= READ_BLOCK

@@ -18,8 +18,8 @@ from forerun.decoding.row import Row
 from forerun.models.forward.scorer import Scorer
 
 TOKENS_BEFORE_A_LOOK = 3
-"""Tokens between transfers of a chain that may end early. A small model's pass costs as much as a few transfers, and at
-most two passes are wasted."""
+"""Tokens between transfers of a chain that may end early, as long as TriForce's inner chains. A small model's pass
+costs as much as a few transfers, and at most two passes are wasted."""
 UNKNOWN = np.zeros(1, np.int64)
 
 

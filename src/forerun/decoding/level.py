@@ -210,8 +210,7 @@ class Level(Source):
         return [each for part in parts for each in self._pass(rows[part], blocks[part])]
 
     def _pass(self, rows: Sequence[Row], blocks: Sequence[Block]) -> Sequence[Scored]:
-        """Run a pass. If it fails, each row gets its own, and only rows that fail again end, or their drafts at a lower
-        level."""
+        """Run a pass. If it fails, each row gets its own, and rows that fail again end (at a lower level, drafts)."""
         caches, layers = [row.cache for row in rows], () if rows[0].tentative else self.planner.states
         try:
             return self.model.score_rows(blocks, caches, layers)
@@ -235,8 +234,7 @@ class Level(Source):
         return choose_rows(trees, scored, [row.request for row in rows], best, chances)
 
     def _verify(self, row: Row, block: Block, scored: Scored, choices: RowChoices) -> Outcome | None:
-        """Verify a row's tree and commit what is accepted; an error ends only this row, or its draft at a lower
-        level."""
+        """Verify a row's tree, commit what is accepted; an error ends only this row, at a lower level its draft."""
         try:
             if isinstance(scored, Exception):
                 raise scored
@@ -288,8 +286,7 @@ class Level(Source):
         return TrialRow(row.request, row.cache, row.states, upper=row, reading=reading)
 
     def needs(self, tokens: int) -> int:
-        """Return the maximum bytes of a row's cache for ``tokens`` tokens, and of the recurrent states that it
-        forks."""
+        """Return the maximum bytes of a row's cache for ``tokens`` tokens, and of its forked recurrent states."""
         if self._make is None:
             return 0
         return self._make(self.model, FullCache()).needs(self.model.kv, tokens) + self.model.kv.state_bytes
@@ -380,8 +377,7 @@ class Level(Source):
             row.request.stats.add_seconds(0.0, seconds, 0.0)
 
     def _room(self, own: TrialRow, request: Request) -> int:
-        """Return how many tokens can be drafted: none before the prompt's prefill, or after a token outside the
-        vocabulary."""
+        """Return how many tokens can be drafted: none before the prefill's end, or after an unknown token."""
         if not own.prepared:
             return 0
         cache, source = own.cache, own.cache.source

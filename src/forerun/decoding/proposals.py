@@ -138,8 +138,8 @@ def merge(
 
 def merged_estimates(first: DraftTree, second: DraftTree, budget: int) -> DraftTree:
     """Merge two trees into the ``budget`` likeliest nodes; one in both keeps its higher conditional probability: the
-    more confident source is usually right, a trie where the request repeats itself, a head elsewhere. A tree with ``q``
-    is worth more alone and is not merged; a tree without estimates comes first."""
+    more confident source is usually accepted, a trie where the request repeats itself, a head elsewhere. A tree with
+    ``q`` is worth more alone and is not merged; a tree without estimates comes first."""
     if first.q is not None or not len(second):
         return first
     if not len(first):

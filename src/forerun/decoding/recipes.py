@@ -79,8 +79,7 @@ class Recipe:
 
 
 def head_of(settings: LongContextConfig) -> Head | None:
-    """Return the settings' trained head: an object, loaded from a folder (ValueError: of none), or ``mtp``; None
-    without one."""
+    """Return the settings' trained head, if any: an object, from a folder (else ValueError), or ``mtp``."""
     given = settings.draft_model
     if not _is_head(given):
         return None

@@ -48,8 +48,7 @@ class Source(ABC):
     seconds: float | None = None
     """Measured seconds of a costly source's draft for one row, before the first; None if unknown."""
     trusted = True
-    """Whether drafts are expected to pay; else it may lack hidden states for some steps, and prepares only for
-    trials."""
+    """Whether drafts are expected to pay; else states may be missing, and it prepares no more than a trial needs."""
 
     def open(self, row: Row) -> Any:  # noqa: B027
         """Start a row, whose prompt is known; return its state, a ``RowState`` if it must be closed."""
@@ -69,8 +68,7 @@ class Source(ABC):
 
     @abstractmethod
     def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> Sequence[DraftTree]:
-        """Return one draft per row, after ``row.request.tokens``; nodes beyond limit or ``request.max_draft_depth`` are
-        cut."""
+        """Return a draft per row, after ``row.request.tokens``; nodes beyond limit or ``max_draft_depth`` are cut."""
 
     def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:  # noqa: B027
         """Update from a step of the target; ``request.tokens`` already ends with the committed tokens. A source that

@@ -83,8 +83,8 @@ class Conversation:
             self._turn = None
 
     def _keep(self, prompt: IntArray) -> int:
-        """Cut the cache to the prefix it shares with a prompt, less the last token; return its length. Drop it if the
-        model changed."""
+        """Cut the cache to the prefix shared with a prompt, less its last token, and drop another model's; return its
+        length."""
         if self._version != self.engine.model_version():
             self._forget()
         most = min(len(prompt) - 1, len(self._cached))

@@ -128,8 +128,7 @@ class Engine:
         self._runtime = _runtime or default_runtime()
         self.target = self._admit(model, kv_dtype, kv_store=kv_store, kv_memory=kv_memory)
         self.exactness = self._runtime.exactness(self.target, position_limit(model), kv_memory is not None)
-        """``level`` is ``bitwise`` if drafts and batches change no bit of outputs; else ``rounding``, with a
-        ``reason``."""
+        """``level`` is ``bitwise`` if drafts and batches change no bit, else ``rounding``, with a ``reason``."""
         if tokenizer is not None and tokenizer.vocab_size > self.target.vocabulary:  # see ``load``
             known = f"{tokenizer.vocab_size} tokens and the model {self.target.vocabulary}"
             raise ValueError(f"the tokenizer has {known}: they do not match")

@@ -152,8 +152,7 @@ class KVStore:
         return None
 
     def add_state(self, name: str, part: str, tensors: Tensors) -> None:
-        """Store a view's tensors (``View.state_name``) with a stored prefix, unless stored; they must not change any
-        more."""
+        """Store a view's tensors (``View.state_name``), no longer changing, with a stored prefix, unless stored."""
         beside = _part(name, part)
         if tensors:
             self._write(lambda: self._put(beside, tensor_areas(tensors), {}, after=name))

@@ -16,13 +16,13 @@ STEPS_BESIDE = 4.0
 simulation, half lets others step nearly twice as fast, while a 4,000-token prompt needs 1.7 times as long."""
 MIN_CHUNK_TOKENS = 16
 """Minimum prompt tokens of a step with prefill. A pass reads all keys and values whatever its chunk: after 60,000
-tokens of the bundled model, passes over 1, 8, 16, 32 and 256 cost 20, 21, 32, 57 and 412 ms. With 32, the slowest
-tokens of other rows wait half as long again, and the prefill is 6 % faster."""
+tokens of the bundled model, passes over 1, 8, 16, 32 and 256 cost 20, 21, 32, 57 and 412 ms, so from 16 on a token
+costs little more than in long passes. With 32, other rows' slowest tokens wait half as long again, and the prefill is 6
+% faster."""
 RECENT_STEPS = 32
 """Decode-only steps in the median. After as many steps with prefill, one goes without, to measure again."""
 MAX_CHANGE = 2.0
-"""Maximum ratio by which chunks grow or shrink per step: one slow step says little. Simulated with 4, nothing
-changes."""
+"""Maximum ratio by which chunks change per step: one slow step says little. Simulated with 4, nothing changes."""
 LEAST_USED = 0.5
 """A step that used a smaller share of its limit does not raise it. In simulation, 0.25 and 1 change nothing."""
 

@@ -257,8 +257,7 @@ class PrefixSharing:
                 self._keep(row, self._keys[row])
 
     def leave(self, row: BatchRow) -> None:
-        """Remove a row, and keep its answer and its views' state. Its followers start from what it prefilled and look
-        for another."""
+        """Remove a row, keeping its answer and views' state; followers start from its tokens and look for another."""
         self._leaders.pop(row, None)
         keys = self._keys.pop(row, ())
         if row in self._unkept:

@@ -61,8 +61,7 @@ class BranchDrafter:
             self._saving = weakref.finalize(self, keeper.close)  # also at interpreter exit
 
     def step(self, rows: Sequence[RowText], lengths: Sequence[int]) -> list[list[int]]:
-        """Index the new tokens and draft the next ones, at most ``lengths``; return token ids by row. Raises as
-        ``trees``."""
+        """Index the new tokens and draft the next ones, at most ``lengths``; return ids by row. Raises as ``trees``."""
         trees = self.trees(rows, [TREE_NODES_PER_TOKEN * length for length in lengths], lengths)
         return list(map(best_branch, trees))
 
@@ -101,8 +100,7 @@ class BranchDrafter:
 
 
 def best_branch(draft: Draft) -> list[int]:
-    """Return the branch with the most expected accepted tokens of a ``draft``: parents first, and no less likely than
-    children."""
+    """Return the branch with the most expected accepted tokens; parents come first and are no less likely."""
     expected, parents = draft.probability.tolist(), draft.parents.tolist()
     for node, parent in enumerate(parents):
         if parent >= 0:

@@ -58,8 +58,7 @@ class DraftSettings:
 
     @classmethod
     def from_values(cls, values: object, **defaults: Any) -> DraftSettings:
-        """Make settings from a user's values, such as a JSON object; raise ValueError for an unknown name or a wrong
-        value."""
+        """Make settings from a user's values, as from JSON; raise ValueError for an unknown name or wrong value."""
         if not isinstance(values, Mapping):
             raise ValueError(f"Forerun's settings are {values!r}; allowed: an object of names and values")
         known = [field.name for field in fields(cls)]

@@ -115,8 +115,7 @@ class Cache(ABC):
 
     @property
     def full(self) -> FullCache | None:
-        """This cache if it holds all tokens in place, else None. Passes read and write it layer by layer, and record
-        queries."""
+        """This cache, if it holds all tokens in place for passes to read and write layer by layer; else None."""
         return None
 
     @property
@@ -130,16 +129,15 @@ class Cache(ABC):
         return False
 
     def prepare(self, tokens: int) -> bool:
-        """Do part of a view's first ``sync``, in about the time of a prefill of ``tokens`` tokens; return whether all
-        is done."""
+        """Do part of a view's first ``sync``, in about the time of ``tokens`` tokens' prefill; return whether done."""
         return True
 
     def sync(self) -> None:  # noqa: B027
         """Drop a view's speculative tokens, and follow its source."""
 
     def verified(self, rows: Sequence[int], drafted: int, accepted: int) -> None:  # noqa: B027
-        """Report that the source has committed a draft of this view; ``rows`` index the accepted tokens'
-        ``source.queries``."""
+        """Report that the source has committed a draft of this view; ``rows`` index ``source.queries`` of accepted
+        tokens."""
 
     @property
     def position(self) -> int:
@@ -181,14 +179,13 @@ class Cache(ABC):
     def addressed(self, layers: Sequence[int], like: torch.Tensor, count: int) -> Addresses | None:
         """Make room for a block of ``count`` tokens, whose keys and values kernels write and attend to.
 
-        ``like`` are any keys, ``[1, Hkv, m, d]``, of the shape and type of values too. None if only ``attend`` can do
-        it.
+        ``like`` are any keys, ``[1, Hkv, m, d]``; values have their shape and type. None if only ``attend`` can do it.
         """
         return None
 
     def next_read(self, goal: int) -> int:
-        """Return how many tokens to prefill next on the way to a length of ``goal``, at least 1 while it is longer. A
-        cache may first skip tokens that it would evict anyway, which increases ``length``."""
+        """Return how many tokens to prefill next on the way to a length of ``goal``, at least 1 until then. A cache may
+        first skip tokens that it would evict anyway, which increases ``length``."""
         return goal - self.length
 
     @abstractmethod
@@ -285,16 +282,14 @@ def slack(window: int) -> int:
 
 
 def most_rows(window: int) -> int:
-    """Return the maximum rows of a layer: it grows by its slack, then releases as much, and a block may come before
-    that."""
+    """Return a layer's maximum rows: it grows by its slack, then releases as much; a block may come before that."""
     return window + 2 * slack(window) + MIN_SLACK_TOKENS
 
 
 def release(rows: Rows, first: int, last: int, file: bool) -> None:
     """Return the complete pages of rows ``first`` to before ``last`` to the operating system (``madvise``).
 
-    They stay mapped and read as zeros, so that kernels and indices stay valid. ``file``: only this process reads the
-    file.
+    They stay mapped and read as zeros, so that kernels and indices stay valid. ``file``: whether it is a private file.
     """
     advice = mmap.MADV_REMOVE if file else mmap.MADV_DONTNEED
     for t in rows:

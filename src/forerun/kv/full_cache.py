@@ -96,8 +96,7 @@ class FullCache(Cache):
             self.sample[layer] = kept[:, :, :count]
 
     def wants_queries(self, block: Block) -> bool:
-        """Return whether to record a pass's queries: in a prefill, if no pass had more, or if a view selects by
-        them."""
+        """Return whether to record a pass's queries: in a prefill, if no pass had more, or if a view needs them."""
         known = next(iter(self.sample.values()), None)
         more = known is None or len(block) >= known.shape[2]
         return len(block.pending) > 1 or more or any(view.uses_queries for view in self.views)
@@ -268,8 +267,7 @@ class FullCache(Cache):
         return self._prefix
 
     def grow_prefix(self) -> SharedPrefix | None:
-        """Append this cache's tokens to the memory of its prefix; return the longer prefix, or None if that would need
-        a copy."""
+        """Append this cache's tokens to its prefix's memory; return that prefix, or None if this would need a copy."""
         prefix = self._prefix
         if prefix is None or self._prefix_length < prefix.length:
             return None

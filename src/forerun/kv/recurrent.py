@@ -47,8 +47,7 @@ def check_type(held: torch.dtype, new: torch.dtype) -> None:
 
 @dataclass
 class _Inputs:
-    """Inputs of one recurrence, ``[capacity, width]``, from token ``first`` on; an output depends on the ``before``
-    inputs before it."""
+    """Inputs of one recurrence, ``[capacity, width]``, from token ``first`` on; outputs need ``before`` earlier."""
 
     rows: torch.Tensor
     first: int
@@ -63,8 +62,7 @@ class _Inputs:
         self.reserve(len(new), read, end, new).copy_(new)
 
     def reserve(self, count: int, read: int, end: int, like: torch.Tensor) -> torch.Tensor:
-        """Make room for ``count`` rows from position ``end`` on; keep all rows after the ``read`` tokens in the
-        states."""
+        """Make room for ``count`` rows from position ``end`` on; keep all rows after the ``read`` tokens."""
         check_type(self.rows.dtype, like.dtype)
         place = end - self.first
         if place + count > len(self.rows) or (len(self.rows) > MAX_INPUTS and count <= KEPT_INPUTS):
@@ -148,8 +146,7 @@ class RecurrentStates:
         return convolve(inputs.part(self.length - before, end), weights, bias, plan.parents[before], before)
 
     def history(self, layer: int, before: int, like: torch.Tensor, block: Block) -> int:
-        """Return the address of the inputs of ``before`` tokens, followed by room for the block's; ``like`` are any,
-        ``[m, C]``."""
+        """Return the address of ``before`` tokens' inputs, then room for the block's; ``like``: any, ``[m, C]``."""
         self._planned(block)
         inputs = self._convolved(layer, before, like)
         room = inputs.reserve(len(block), self._position, self.length, like)

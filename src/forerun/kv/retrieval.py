@@ -285,8 +285,7 @@ class ChosenChunks:
         return some.gather(1, scores.topk(count, -1).indices)
 
     def _replace(self, best: torch.Tensor, source: FullCache, layer: int, rows: Rows) -> None:
-        """Copy the missing chunks of ``best`` into unwanted slots; on a GPU copy all, as counting changes would cost
-        more."""
+        """Copy missing chunks of ``best`` into unwanted slots; on a GPU all, as counting would cost more."""
         heads, count = best.shape
         if elsewhere(best) and not source.offloaded:
             head = torch.arange(heads, device=best.device).repeat_interleave(count)

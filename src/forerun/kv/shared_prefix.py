@@ -19,8 +19,7 @@ from forerun.kernels.attention.attention import Rows
 ALIGNMENT = 256
 """Capacities are multiples of this many tokens, so that each head's keys start on a separate page."""
 CAPACITY_FACTOR = 2
-"""A file's capacity relative to its first cache's, as the next sequence may be longer; only what is written uses
-memory."""
+"""A file's capacity relative to its first cache's, as later sequences may be longer; unused space costs nothing."""
 
 Kind = tuple[int, int, torch.dtype]
 Tensors = Mapping[str, torch.Tensor]
@@ -33,8 +32,7 @@ def aligned(tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """The order of a sequence's rows in memory, by layer, keys and values, and head, with room for ``capacity``
-    tokens."""
+    """The order of a sequence's rows in memory: by layer, keys or values, and head, each for ``capacity`` tokens."""
 
     kinds: Mapping[int, tuple[Kind, ...]]
     capacity: int
@@ -173,8 +171,7 @@ class SharedMemory:
         return cls(layout, os.memfd_create("forerun", os.MFD_CLOEXEC)) if hasattr(os, "memfd_create") else None
 
     def prefix(self, length: int) -> SharedPrefix:
-        """Return the first ``length`` tokens, from which the cache that wrote them continues too, writing no more
-        here."""
+        """Return the first ``length`` tokens; the cache that wrote them continues, too, and writes no more here."""
         return SharedPrefix(self.layout, length, os.dup(self._file), written=[length])
 
 

@@ -45,8 +45,7 @@ and 13 % of all."""
 RECENT = 0.1
 """Weight of the last step in recent averages."""
 PLAIN_STEPS = 16
-"""Maximum steps for which a decision to draft nothing holds; with 0, 8 and 64 the simulated table is equal to
-0.0001."""
+"""Maximum steps for which a decision to draft nothing holds; with 0, 8 and 64, simulations agree to 0.0001."""
 
 
 class Choice:
@@ -121,8 +120,7 @@ class Choice:
         return self._gains.kind(SUFFIXES[0] if known is None else known)
 
     def _proposers(self, step: Decision, classes: Sequence[int]) -> tuple[list[int], bool, float]:
-        """Return the rows of these classes that propose trees, whether as a trial, and the slack that was missing for
-        others."""
+        """Return the rows of these classes that propose trees, whether as a trial, and the slack missing for others."""
         line, gains = self.costs.proposals.line, self._gains
         able = [row for row, budget in enumerate(step.shape.budgets) if budget > 0]
 
@@ -149,7 +147,6 @@ class Choice:
         ]
 
     def _left(self, step: Decision) -> float:
-        """Return the slack left after the step's proposals."""
         return self.ledger.available(step.trial) - self.costs.proposed(step)
 
     def choose_extensions(self, step: Decision, trees: Mapping[int, DraftTree]) -> list[int]:
@@ -234,8 +231,7 @@ class Choice:
         return plain
 
     def promises_more(self, plain: PlainSteps, known: Sequence[int | None]) -> bool:
-        """Return whether a row's known suffix ends a decision to draft nothing by its length, else note in how many
-        steps it may."""
+        """Return whether a known suffix is long enough to end a decision to draft nothing, else note when it may be."""
         rows = zip(known, plain.decision.classes, strict=True)
         missing = [
             max(plain.suffix, SUFFIXES[kind]) - max(each or 0, SUFFIXES[0] - 1)
@@ -248,8 +244,7 @@ class Choice:
     # learning
 
     def learn(self, step: Decision, outcomes: Sequence[Outcome | None], passed: float, taught: float) -> None:
-        """Update from a step, and book it: ``passed`` seconds of the pass and verifying, ``taught`` of updating the
-        sources."""
+        """Update from a step, and book it; seconds ``passed``: pass and verifying; ``taught``: updating sources."""
         tokens = [1 if outcome is None else len(outcome.verdict.tokens) for outcome in outcomes]
         for row, got in zip(step.rows, tokens, strict=True):
             row.record(got)

@@ -65,8 +65,7 @@ class CostCurve:
 
     @classmethod
     def linear(cls, critical_length: float) -> CostCurve:
-        """Make a curve on which each further token costs 1 / ``critical_length``; raise ValueError if that is not
-        positive."""
+        """Make a curve on which a further token costs 1 / ``critical_length``; raise ValueError if not positive."""
         if not critical_length > 0:
             raise ValueError(f"critical_length is {critical_length}; it must be positive")
         return cls((1, 2), (1.0, 1 + 1 / critical_length))

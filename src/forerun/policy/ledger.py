@@ -30,8 +30,8 @@ from collections.abc import Sequence
 from forerun.policy.cost_curve import CostTable
 
 START_SLACK = 3.0
-"""What the first batch may lose at its start, in plain passes. With one, a single costly first proposal ended
-drafting."""
+"""What the first batch may lose at its start, in plain passes. With one pass, a first proposal that cost twice its
+guess ended drafting for a whole request."""
 TRIAL_SLACK = 1.0
 """What trials may lose at the start, in plain passes: one rejected draft of typical size."""
 SHARE = 0.01
@@ -43,8 +43,7 @@ COSTLY_SHARE = 0.5
 SAVED = 16.0
 """Maximum savings that count, in plain passes: how long drafts are trusted after they stop paying."""
 CREDIT = 0.06
-"""Share of a batch's cost to go that earlier savings may cover; plus ``SHARE``, it is 7 %, as ``never-slower`` allows a
-run."""
+"""Share of the cost to go that earlier savings may cover; with ``SHARE``, 7 %, as ``never-slower`` allows."""
 
 
 class Ledger:
@@ -81,8 +80,7 @@ class Ledger:
         return max(own, self.lacks(spent + cost + RESERVE, trial))
 
     def book_plain(self, overhead: float, progress: float) -> None:
-        """Book steps without drafts. Deciding counts as lost but leaves the slack: else a ledger that says no never
-        recovers."""
+        """Book steps without drafts. Deciding counts as lost but leaves the slack, which could not recover from 0."""
         self._book(overhead, progress, 0.0, SHARE * progress)
 
     def book(

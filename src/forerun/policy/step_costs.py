@@ -86,8 +86,7 @@ class StepCosts:
         return self._passes.scale if self._loaded or self._passes.count else None
 
     def _part(self, name: str, seconds: float | None, passes: float = 1e-9) -> TimeModel:
-        """Return the model of a part's cost by rows; first guess: ``seconds``, or ``passes`` while these or the unit
-        are unknown."""
+        """Return a part's cost by rows; first guess: ``seconds``, or ``passes`` while these or the unit are unknown."""
         if name in self._parts:
             return self._parts[name]
         unit = self.unit

@@ -127,7 +127,6 @@ class TreePruner:
         return nodes.at(self._nodes), calibration.at(self._calibration)
 
     def _part(self, tree: DraftTree, size: int, begin: int) -> DraftTree:
-        """Return the kept part of a tree."""
         if size == len(tree) or not size:
             return tree if size else EMPTY
         end, nodes = begin + size, self._nodes
@@ -179,8 +178,7 @@ def _add_tree(table: NodeTable, calibration: CalibrationTable, row: int, rows: I
 
 @compiled
 def _sort(table: NodeTable, rows: IntArray, look: float, values: FloatArray) -> int:
-    """Sort acceptable nodes by worth, parents first, at the cost ``look`` per node and cached token; return their
-    number."""
+    """Sort acceptable nodes by worth, parents first; ``look``: cost per node and cached token. Return their number."""
     order, worth, size = table.order, table.worth, 0
     for node in range(rows[BEGIN, -1]):
         if table.chances[node] > 0.0:
@@ -262,8 +260,7 @@ def prune(
 def _judge(
     table: NodeTable, calibration: CalibrationTable, begin: int, end: int, tokens: IntArray, scored: bool
 ) -> int:
-    """Count the nodes of a row's tree that its committed tokens decide (of ``scored`` ones); return how many are
-    correct."""
+    """Count a row's nodes that its committed tokens decide (only ``scored`` ones); return how many are correct."""
     depths, right = table.order, 0  # depth of each correct node, else 0
     for node in range(begin, end):
         above = table.parents[node]

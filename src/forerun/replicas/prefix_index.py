@@ -24,8 +24,7 @@ ReplicaT = TypeVar("ReplicaT", bound=Hashable)
 
 
 def digests(tenant: str, body: bytes) -> list[bytes]:
-    """Return digests of a request's prefixes, the shortest (its namespace alone) first; none for a body that will be
-    refused."""
+    """Return digests of a request's prefixes, the shortest (its namespace) first; none for a body to be refused."""
     try:
         fields = json.loads(body)
         namespace = (fields.get("forerun") or {}).get("namespace") or "default"

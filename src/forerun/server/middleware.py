@@ -146,7 +146,6 @@ class GuardMiddleware:
             raise ApiError(403, message, "origin_not_allowed")
 
     def _is_own(self, host: str) -> bool:
-        """Return whether a Host header names this server."""
         assert self._hosts is not None
         try:
             name = urlsplit(f"//{host}").hostname or ""

@@ -182,7 +182,6 @@ UNREADABLE_ITEMS = (
 
 
 def _is_content(output: Any) -> bool:
-    """Return whether an output is text or content parts, not a shell's objects."""
     if isinstance(output, list):
         return all(isinstance(part, dict) and "type" in part for part in output)
     return isinstance(output, str)

@@ -30,8 +30,7 @@ class StepPlan(NamedTuple):
 
 
 class _Times:
-    """The median seconds of recent steps, as an interrupted one, ten times as long, would distort a mean; and mean
-    tokens."""
+    """The median seconds (interrupted steps, ten times as long, distort a mean) and mean tokens of recent steps."""
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -44,8 +43,7 @@ class _Times:
 
 
 class StepTimeLine:
-    """A line through median step times by tokens, one point per power of two: many steps of similar length must not set
-    its slope."""
+    """A line through median step times, one point per power of two of tokens: else frequent lengths set its slope."""
 
     def __init__(self) -> None:
         self._times: dict[int, _Times] = {}

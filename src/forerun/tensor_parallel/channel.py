@@ -68,8 +68,7 @@ class Channel:
 
     @contextmanager
     def speaking(self, message: Callable[[], str]) -> Iterator[None]:
-        """Rank 0: announce work that all ranks do in this context; an error ends all passes, as the others' progress is
-        unknown."""
+        """Rank 0: announce work of all ranks in this context; an error ends all, as their progress is unknown."""
         with self.turn:
             if not self._listeners:
                 raise ParallelError("the other ranks do not listen; make passes inside of Engine.target.led")

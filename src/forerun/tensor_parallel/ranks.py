@@ -1,5 +1,4 @@
-"""Scorers of a model in several processes: rank 0 leads, like any scorer; the others' engines ``follow`` instead of
-steps."""
+"""Scorers of a model in several processes: rank 0 leads like any scorer; others' engines run ``follow``."""
 
 from __future__ import annotations
 

@@ -38,8 +38,7 @@ BYTES_PER_TOKEN = 72
 """Bytes reserved per token of a namespace's capacity; actual use is lower, and depends on repetition."""
 
 RECYCLED_SHARE = 1 / 16
-"""Share of a namespace's bytes for recycled logits. 1/1024 to 1/4 of 64 MiB change 16-token drafts by 1 % (50
-answers)."""
+"""Share of a namespace's bytes for recycled logits; 1/1024 to 1/4 of 64 MiB change 16-token drafts by 1 %."""
 
 OWN_LISTS = 1 << 14
 """Recycled lists per request, 80 bytes each; a step with a 64-node draft keeps 130."""
@@ -95,8 +94,7 @@ class Index(NamedTuple):
 
     @classmethod
     def for_tokens(cls, tokens: int) -> Index:
-        """Return an empty index for two sequences of ``tokens`` in all, counted after ``ORDERS`` contexts and two of
-        matches."""
+        """Return an empty index for two sequences of ``tokens`` in all, counted after ``ORDERS + 2`` contexts."""
         index = cls.allocate((ORDERS + 2) * tokens, 5 * (ORDERS + 2) * tokens, tokens // CHUNK_TOKENS + 3)
         return index._replace(recycled=_zeros(OWN_LISTS, RECYCLED_LIST))
 

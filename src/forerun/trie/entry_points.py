@@ -62,8 +62,7 @@ def _extend(
     tokens: IntArray,
     rate: float,
 ) -> int:
-    """Index generated tokens in both sources, training the mixer if ``rate`` is above 0; return what the next call
-    needs, or 0."""
+    """Index generated tokens in both sources, with ``rate`` train the mixer; return what the next call needs, or 0."""
     for token in tokens:
         if rate > 0:
             _learn_evidence(own, shared, cursor, mixer, workspace, token, rate)

@@ -1,7 +1,5 @@
-"""The frontier of a draft: candidates not drafted yet, in a short list sorted by probability.
-
-New entries are inserted from the tail, and those that can no longer enter the draft drop off.
-"""
+"""The frontier of a draft: candidates not drafted yet, in a short list sorted by probability. New entries are inserted
+from the tail; those that can no longer enter the draft drop off."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The outputs of one namespace, in arrays of fixed size; when full, the oldest are removed.
-
-An output is removed entirely, but piece by piece, so that no step waits for a long one.
-"""
+"""The outputs of one namespace, in arrays of fixed size; when full, the oldest are removed: entirely, but piece by
+piece, so that no step waits for a long one."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ NO_ROWS = RecycledRows(
 
 
 class RowsToKeep(NamedTuple):
-    """Rows to store once their sequence has ``at`` tokens, int64 ``[n]``: the mixer must not judge a list made from the
+    """Rows to store once their sequence has ``at`` tokens, int64 ``[n]``: the mixer must not judge lists made from the
     answer."""
 
     at: IntArray

@@ -65,8 +65,7 @@ ENTRY = _of(np.dtype(_ENTRY, align=True))
 """
 
 TEXT_CHUNK = _records(("tokens", np.int32, (CHUNK_TOKENS,)), ("after", np.int32), ("before", np.int32))
-"""``Index.text``: a chunk of a sequence: tokens, padded with -1; the chunk after (or the next free one) and before
-it."""
+"""``Index.text``: a chunk of a sequence: tokens, padded with -1; next chunk (or next free one), previous one."""
 
 INDEX_STATE = _records("mask split slots slot_top slot_free rows block_top chunks chunk_top chunk_free tokens lists")
 """``Index.state``: one row of counters.
@@ -146,8 +145,7 @@ ABSENT = _records(("shorter", np.int32), ("unknown", np.int32), ("rare", np.int3
 """
 
 PREDICTION = _records("token cell agreed")
-"""``PositionEvidence.copies``: a copy's predicted token, the cell of other tokens (its own is the next),
-``COPY.agreed``."""
+"""``PositionEvidence.copies``: a predicted token, the cell of all others (the next is its own), ``COPY.agreed``."""
 
 NOISE = _records(("seed", np.uint64), "position", ("temperature", np.float64))
 """``DraftWorkspace.noise``, the noise of the token at ``position`` (see ``evidence.noise_of``): the sampler's seed,

@@ -94,8 +94,7 @@ class TextCursor(NamedTuple):
         return bool(self.ends["position"][SHARED] < 0)
 
     def leave_shared(self) -> None:
-        """Leave the shared source, whose content is replaced: without its start, the rest of this output would be
-        another sequence."""
+        """Leave the shared source, whose content is replaced: without its start, the rest would be another sequence."""
         self.copies[0, SHARED].position = 0
         self.ends[SHARED].position, self.ends[SHARED].chunk = -1, 0
 
@@ -123,8 +122,7 @@ def follow_copy(index: Index, copies: RecordArray, node: int, source: int, token
 
 @compiled
 def _seek_copy(index: Index, cursor: TextCursor, source: int, own: Index) -> None:
-    """Move a copy after the latest occurrence of the last n-gram, the longer first, if at least as many tokens
-    agree."""
+    """Move a copy after the latest occurrence of the last n-gram, longer first, if as many tokens agree."""
     copy = cursor.copies[0, source]
     for length in (LONG_NGRAM, SHORT_NGRAM):
         if copy.agreed >= MAX_AGREED:

@@ -273,8 +273,7 @@ class Trie(TrieStore):
         self.step([TextUpdate(request_id, tokens)])
 
     def recycle(self, request_id: int, rows: RecycledRows) -> None:
-        """Store the top tokens of rows of logits, for drafts in the namespace; raise ValueError if array lengths
-        differ."""
+        """Store top tokens of rows of logits for drafts in the namespace; raise ValueError if array lengths differ."""
         self.step([TextUpdate(request_id, lists=RowsToKeep(np.zeros(len(rows.last), np.int64), rows))])
 
     def retrieve(self, request_id: int, budget: int, max_depth: int, pending: Tokens = (), least: float = 0.0) -> Draft:

@@ -1,5 +1,4 @@
-"""A folder with one trie file per namespace, replaced atomically when the namespace changes; damaged files are
-renamed."""
+"""A folder with one trie file per namespace, replaced atomically when it changes; damaged files are renamed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""What a trie keeps between requests and can save: each namespace's outputs and mixer.
-
-Threads take turns. A save holds the lock only while memory is copied.
-"""
+"""What a trie keeps between requests and can save: each namespace's outputs and mixer. Threads take turns. A save holds
+the lock only while memory is copied."""
 
 from __future__ import annotations
 
@@ -124,10 +122,8 @@ class TrieStore:
         self._shared.open(namespace).mixer = mixer
 
     def save(self, path: str | os.PathLike[str], vocabulary: str = "") -> None:
-        """Write all namespaces, and the vocabulary's name, to ``path`` atomically; prompts are never written.
-
-        Raises OSError if it cannot be written, as on a full disk; ``path`` is unchanged.
-        """
+        """Write all namespaces, and the vocabulary's name, to ``path`` atomically, without prompts. Raises OSError if
+        it cannot be written, as on a full disk; ``path`` is unchanged."""
         with self.lock:
             texts = {name: self._texts(name) for name in self._shared}
             learned = {name: self._learned(name) for name in self._shared}
@@ -173,8 +169,7 @@ class TrieStore:
 
 
 def checked(tokens: Tokens) -> IntArray:
-    """Return tokens as a vector that compiled code may read; raise ValueError for another shape, or ids outside [0,
-    2**31)."""
+    """Return tokens as a vector for compiled code; raise ValueError for another shape, or ids outside [0, 2**31)."""
     array = np.ascontiguousarray(tokens, dtype=np.int64)
     if not array.flags.carray:  # numba compiles read-only memory as another type
         array = array.copy()

@@ -29,8 +29,7 @@ class TokenScore:
 
 @dataclass(frozen=True)
 class EndpointAnswer:
-    """A server's answer, or an ``error``; log-probabilities if requested, and drafted and accepted tokens if
-    reported."""
+    """A server's answer, or an ``error``; with log-probabilities if requested, and draft counts if reported."""
 
     text: str = ""
     reasoning: str = ""
@@ -170,7 +169,6 @@ def _drafts(chunk: Json) -> tuple[int, int] | None:
 
 
 def _refusal(error: HTTPError) -> str:
-    """Return a refusal's status and the server's message."""
     body = error.read(1 << 16).decode(errors="replace")
     try:
         fields = json.loads(body)

@@ -71,8 +71,7 @@ class HeadSource(Source):
 
     @torch.inference_mode()
     def _measure(self) -> float:
-        """Return the seconds of a trial: reading its states, and growing half the levels, since most trees end
-        early."""
+        """Return the seconds of a trial: reading states, and growing half the levels, since most trees end early."""
         tokens = np.arange(self.head.context + 1) % self._target.vocabulary
         block, cache = Block(tokens[:-1], DraftTree.empty(), 0), self._target.adopt(FullCache())
         [(_, states, _)] = self._target.score_rows([block], [cache], self.head.layers)
@@ -247,8 +246,7 @@ class _GrowingTree:
         return _Offer(np.take_along_axis(tokens, order, -1), np.take_along_axis(shares, order, -1))
 
     def _scores(self, logits: torch.Tensor, known: torch.Tensor | None, vocabulary: int) -> torch.Tensor:
-        """Return processed scores over the target's vocabulary, ``[n, V]``, as the sampler would see them at each
-        node."""
+        """Return processed scores over the target's vocabulary, ``[n, V]``, as the sampler would at each node."""
         if known is not None:
             whole = logits.new_full((len(logits), vocabulary), -torch.inf)
             logits = whole.index_copy_(1, known, logits)
@@ -280,8 +278,7 @@ class _GrowingTree:
 
 
 def _best(scores: torch.Tensor, known: torch.Tensor | None, count: int) -> tuple[IntArray, FloatArray]:
-    """Return the best tokens of scores ``[n, D]`` and their scores, ``[n, count]``, in one transfer; for ``known`` see
-    ``offer``."""
+    """Return the ``count`` best tokens of scores ``[n, D]``, and these, in one transfer; ``known``: see ``offer``."""
     top = scores.topk(min(count, scores.shape[-1]))
     chosen = top.indices if known is None else known[top.indices]
     tokens, bits = to_cpu([chosen.flatten(), top.values.double().flatten().view(torch.int64)])

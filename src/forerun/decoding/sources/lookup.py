@@ -1,7 +1,5 @@
-"""Prompt lookup: copy what followed the last few tokens when they occurred before; a baseline without state.
-
-LLMA (Yang et al., 2023, "Inference with Reference") and prompt lookup decoding (Saxena, 2023).
-"""
+"""Prompt lookup: copy what followed the last few tokens when they occurred before, without state; a baseline. LLMA
+(Yang et al., 2023, "Inference with Reference") and prompt lookup decoding (Saxena, 2023)."""
 
 from __future__ import annotations
 
@@ -19,8 +17,7 @@ from forerun.decoding.source import Limit, Source
 
 @dataclass(frozen=True)
 class LookupConfig:
-    """Limits of a lookup, in tokens, at least 1: the longest suffix (shorter ones follow if it is new) and the draft
-    length."""
+    """Limits of a lookup, 1 or more (else ValueError): tokens of the longest suffix, tried first, and of the draft."""
 
     max_ngram: int = 3
     branch_length: int = 10

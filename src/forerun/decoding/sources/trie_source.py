@@ -110,8 +110,7 @@ class TrieSource(Source):
         self.trie.warm_up()
 
     def _ready(self) -> bool:
-        """Return whether machine code is loaded; once it is, index the requests that started before, ended ones
-        included."""
+        """Return whether machine code is loaded; once it is, index all requests that started before."""
         if self._code is None:
             return True
         if self._code.running:
@@ -217,8 +216,7 @@ def _noise_of(sampler: Sampler) -> SamplingNoise | None:
 
 
 def best_of_rows(logits: torch.Tensor) -> tuple[Int32Array, Float32Array]:
-    """Return the best tokens of each row of CPU logits ``[n, V]``, best first, and their logits; ``[n, LISTED]``
-    each."""
+    """Return the best tokens of rows of CPU logits ``[n, V]``, best first, and their logits, ``[n, LISTED]`` each."""
     tokens, scores = np.empty((len(logits), LISTED), np.int32), np.empty((len(logits), LISTED), np.float32)
     recycled.best_of_rows(logits.float().contiguous().numpy(), tokens, scores)
     return tokens, scores
