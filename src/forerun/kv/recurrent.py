@@ -126,7 +126,7 @@ class RecurrentStates:
         self._plan: _BlockPlan | None = None
 
     def __bool__(self) -> bool:
-        """Whether a pass has used it."""
+        """Return whether a pass has used it."""
         return bool(self._inputs)
 
     def keep_at(self, positions: Sequence[int]) -> None:

@@ -96,7 +96,7 @@ class FairShare:
 
     @property
     def used(self) -> int:
-        """Return the amount that all tenants use."""
+        """The amount that all tenants use."""
         return sum(self._used.values())
 
     def used_by(self, tenant: str) -> int:
@@ -154,12 +154,12 @@ class Admission:
 
     @property
     def waiting(self) -> int:
-        """Return the number of waiting requests."""
+        """The number of waiting requests."""
         return sum(map(len, self._queues.values()))
 
     @property
     def usage(self) -> float:
-        """Return the used fraction of the memory for keys and values."""
+        """The used fraction of the memory for keys and values."""
         if self._tiers is None:
             return self._memory.used / self._memory.capacity
         limits, used = self._tiers.memory.limits, self._tiers.taken

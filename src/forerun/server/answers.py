@@ -105,7 +105,7 @@ class AnswerText:
 
     @property
     def stop_string(self) -> str | None:
-        """Return the stop string that ended the answer."""
+        """The stop string that ended the answer."""
         return self._stops.found
 
     def add(self, tokens: Iterable[int]) -> list[str]:

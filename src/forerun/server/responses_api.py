@@ -97,7 +97,7 @@ class ResponsesRequest(TranslatedRequest):
 
     @property
     def custom_tools(self) -> frozenset[str]:
-        """Return the names of tools whose input is any text."""
+        """The names of tools whose input is any text."""
         return frozenset(str(tool.get("name")) for tool in self.tools or () if tool.get("type") == "custom")
 
     def _chat_fields(self, notes: Notes) -> Json:

@@ -111,7 +111,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Return whether requests run or wait."""
+        """Whether requests run or wait."""
         with self._changed:
             return bool(self.running or self.waiting)
 

@@ -103,7 +103,7 @@ class ServerSettings(BaseSettings):
 
     @property
     def checked_hosts(self) -> tuple[str, ...] | None:
-        """Return the allowed names in a Host header, or None for any with keys, which no web page has."""
+        """The allowed names in a Host header, or None for any with keys, which no web page has."""
         return None if self.api_keys and not self.allowed_hosts else (self.host, *self.allowed_hosts)
 
     def tenant_keys(self) -> ApiKeys:

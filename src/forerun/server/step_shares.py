@@ -55,12 +55,12 @@ class StepTimeLine:
 
     @property
     def most(self) -> float:
-        """Return up to how many tokens the line is known: twice as many as any step had."""
+        """Tokens up to which the line is known: twice as many as any step had."""
         return 2 * max((each.tokens for each in self._times.values()), default=0.5)
 
     @property
     def fixed(self) -> float:
-        """Return the constant part of a step's time, in units of a token's; 0 if nothing is known."""
+        """The constant part of a step's time, in units of a token's; 0 if nothing is known."""
         points = [
             (0.5 ** ((self._steps - each.last) / HALF_LIFE), each.tokens, each.seconds) for each in self._times.values()
         ]
