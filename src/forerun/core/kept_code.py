@@ -40,7 +40,8 @@ class _Packing(CompileResultCacheImpl):  # type: ignore[misc]  # numba has no ty
 
 
 class KeptCode(FunctionCache):  # type: ignore[misc]  # numba has no types
-    """The machine code of one function, by signature, in files with this ``suffix``; other ``stamp``s' code is removed.
+    """The machine code of one function, by signature, in files with this ``suffix``; code with another ``stamp`` is
+    removed.
 
     Raises RuntimeError if no folder is writable, and TypeError if the closure holds more than integers: numba looks for
     code by the closure, in which compiled functions differ from process to process.

@@ -24,7 +24,7 @@ class LongContextConfig:
             the target's files.
         gamma1: draft length of the small model, in tokens.
         gamma2: maximum draft length that the target verifies, in tokens.
-        cache_budget: tokens per layer and KV head in a sparse cache of the target; in the low-rank cache, that a query
+        cache_budget: tokens in a sparse cache of the target, per layer and KV head; in the low-rank one, that a query
             sees.
         refresh: when the retrieval cache selects its chunks again; see ``RetrievalConfig``.
         paced: set the draft length by measured time, down to none where drafts do not pay; if false, it is ``gamma2``.

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 EXACT_FROM_MB = 64
-"""Above this, pinned memory is exact and freed at once; torch rounds less up to powers of two, and caches it."""
+"""Above this size, pinned memory is exact and freed at once; torch rounds others up to powers of two, cached."""
 REGISTERING_THREADS = 8
 """Threads that touch pages before they are locked, at most 128 in torch: one thread needs about a second per GiB."""
 

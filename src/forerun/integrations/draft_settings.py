@@ -18,8 +18,7 @@ class DraftSettings:
         share: whether requests draft from each other's outputs. Without it, each drafts from its own tokens only.
         trie: a file to load, if it exists, and to save to; None saves nothing.
         save_seconds: delay from a change to its save; 0 only reads the file.
-        vocabulary: a name for what the token ids mean; a file saved under another is refused, and an empty one fits
-            any.
+        vocabulary: a name for what the token ids mean; files with another name are refused, and an empty name fits any.
         capacity: bytes for shared outputs; when full, the oldest are dropped.
         least_probability: minimum estimated probability that the last drafted token is accepted.
     """

@@ -93,8 +93,7 @@ class Suspects:
 
 
 class Front:
-    """The ASGI application in front of the replicas, wrapped by ``GuardMiddleware``. ``lost``: errors of a dead
-    replica.
+    """The ASGI application in front of the replicas, wrapped by ``GuardMiddleware``; ``lost``: errors of dead replicas.
 
     A request whose replica dies goes to another, unless it is guilty (``Suspects``) or the client has received part of
     the answer. That ends with an error: sampling may continue differently elsewhere, so the rest would not fit.

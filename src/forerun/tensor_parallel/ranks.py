@@ -167,7 +167,7 @@ class Follower(Scorer):
 def admit(model: PreTrainedModel, **single_process: object) -> Scorer:
     """Return this rank's scorer of a model that all ranks have loaded alike.
 
-    Raises ValueError for a setting other than None in ``single_process``, by name: those that need one process; and
+    Raises ValueError for a setting other than None in ``single_process``, as these need a model in one process; and
     UnsupportedModelError as ``gate.admit``, or if the processes do more than tensor parallelism.
     """
     for name, value in single_process.items():

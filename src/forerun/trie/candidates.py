@@ -27,7 +27,8 @@ BIAS = MATCHED + 2
 """Number of inputs, and the constant's column in ``Mixer.weights``. The constant and ``NOISY`` have no cell."""
 
 COUNT_CLASSES, TOTAL_CLASSES, FOLLOWER_STATES = 9, 10, 3
-"""Classes of a follower's count (the last: it did not follow the shorter context either) and total; its states."""
+"""Classes of a follower's count (the last: it did not follow the shorter context either) and of a context's total, and
+states of a follower."""
 
 OTHERS_SINCE, CAME_LAST, ONLY_ONE = range(FOLLOWER_STATES)
 """Others came later; it came last; nothing else ever came."""

@@ -16,8 +16,7 @@ from forerun.trie.tables import CHUNK_TOKENS, RecordArray
 
 SHORT_NGRAM, LONG_NGRAM = 3, 5
 """Lengths of the two hinted n-grams; a copy needs ``SHORT_NGRAM`` agreeing tokens, and contexts are hashed up to
-``LONG_NGRAM``. With few distinct tokens, the latest occurrence of three is rarely useful; that of five more often
-is."""
+``LONG_NGRAM``. With few distinct tokens, the latest occurrence of five is useful more often than that of three."""
 
 MAX_AGREED = 32
 

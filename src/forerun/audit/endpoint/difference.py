@@ -17,7 +17,8 @@ class Difference:
         part: of the answer, such as ``text``.
         position: characters, or tokens for log-probabilities, that are equal before it.
         expected, got: what follows in each; empty at the end.
-        margin: gap of the two tokens' log-probabilities by the reference, or the largest difference; None if unknown.
+        margin: gap of the two tokens' log-probabilities by the reference; for log-probabilities, the largest
+            difference. None if unknown.
     """
 
     part: str
