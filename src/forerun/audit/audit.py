@@ -2,8 +2,8 @@
 
 Each drafter gets four checks. Its greedy output equals that of ``transformers``' ``generate``, and that of Forerun
 without drafts. Its sampled output equals plain sampling with that seed. Its output in a batch equals that of the prompt
-alone. If passes are bitwise exact (``forerun.models.forward.exactness``), rounding excuses only differences from
-``transformers``, which sums in another order. Otherwise it can excuse all four (``forerun.audit.divergence``).
+alone. Rounding can excuse a difference (``forerun.audit.divergence``); if passes are bitwise exact, only from
+``transformers``, which sums in another order.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One output compared with its reference, at index ``prompt``. With few accepted drafts, it proves little.
-    ``divergence`` is None if the outputs are equal. If ``strict``, rounding is no excuse."""
+    """One output compared with its reference, at index ``prompt``. ``divergence`` is None if they are equal, which
+    proves little with few accepted drafts. If ``strict``, rounding is no excuse."""
 
     check: Check
     drafter: str
@@ -111,8 +111,8 @@ def audit(
     plan: Plan | None = None,
     progress: Callable[[int, int, str], None] | None = None,
 ) -> Report:
-    """Compare every drafter's outputs with their references. ``progress`` is called with runs done, runs to do, and a
-    description of the current run. Raise ValueError without prompts, or if one is too long for the model."""
+    """Compare every drafter's outputs with their references; raise ValueError without prompts, or if one is too long.
+    ``progress`` is called with runs done, runs to do, and a description of the current run."""
     plan = plan or Plan()
     if not prompts:
         raise ValueError("there is no prompt to audit with")
@@ -133,7 +133,7 @@ def _jobs(prompts: int, plan: Plan) -> list[tuple[str, int | None, list[int]]]:
 
 
 class _AuditedRuns:
-    """Runs of all drafters against references, which are generated once and kept."""
+    """Runs of all drafters against references, which are generated once."""
 
     def __init__(self, model: PreTrainedModel, prompts: Sequence[Tokens], plan: Plan) -> None:
         self.model = model

@@ -2,8 +2,8 @@
 
 The scores of the diverging step are compared with those of the model's own forward pass over the same tokens:
 - ``error`` is the relative error of the step's logits (norms over the vocabulary, as in
-  ``forerun.models.forward.gate``) to the model's own logits. In 16-bit types and with quantised activations these are
-  rounded as much, so the reference is the model in float32.
+  ``forerun.models.forward.gate``) to the model's own; in 16-bit types and with quantised activations, to those of the
+  model in float32, as its own are rounded as much.
 - ``margin`` is the gap between the two tokens in the model's own processed scores, including noise if sampled.
 - ``allowance`` is four times d, the largest difference between the two sets of scores, or one unit of rounding at their
   magnitude if that is larger. (The best token by scores with an error of d has a margin of at most 2d. The reference is

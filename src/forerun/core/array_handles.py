@@ -1,7 +1,6 @@
 """Named tuples of arrays, passed to compiled code by one address.
 
-Numba unpacks a call's arrays one by one, at 0.2 us each. The trie, its cursor, mixer and workspace have more than
-forty: a fifth of a draft's time.
+Numba unpacks a call's arrays one by one, at 0.2 us each; the trie's forty would cost a fifth of a draft's time.
 """
 
 from __future__ import annotations

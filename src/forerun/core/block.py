@@ -20,8 +20,8 @@ class Block:
         pending: committed tokens not cached yet, int64 ``[m]``, at least one.
         whole_chunk: whether this is a complete prompt chunk, always one pass; a scorer may then sum in another order
             (``Scorer.prompt_chunk``).
-        ids: the tokens ``[m + n]`` on the model's device, if not on the CPU yet; ``pending`` is then zeros. For scorers
-            with ``by_tables``.
+        ids: the tokens ``[m + n]`` if they are only on the device; ``pending`` is then zeros. For scorers with
+            ``by_tables``.
 
     Attributes:
         noise: with which a pass on a device chooses the token after the last pending one.
@@ -77,11 +77,8 @@ class Block:
         return mask
 
     def bias(self, window: int | None, edge: range, like: torch.Tensor) -> torch.Tensor | None:
-        """Return an additive mask ``[m + n, len(edge) + m + n]``, or None if every token sees all keys.
-
-        Args:
-            edge: cache positions that only some tokens of the block see; their keys come before the block's.
-        """
+        """Return an additive mask ``[m + n, len(edge) + m + n]``, or None if every token sees all keys. ``edge``: cache
+        positions, before the block's keys, that only some tokens see."""
         key = (window, edge, like.dtype, like.device)
         if key not in self._biases:
             self._biases[key] = self._make_bias(window, edge, like)
@@ -102,9 +99,8 @@ class JoinedBlocks(NamedTuple):
     """The blocks of a pass side by side.
 
     Attributes:
-        cuts: for each row, the number of its pending tokens and of all its tokens, the index of the first in the row's
-            memory, and its position for the model; int64 ``[rows, >= 4]``. Further columns are for values computed
-            later.
+        cuts: for each row, its numbers of pending and of all tokens, the index of the first in the row's memory, its
+            position for the model, and columns for values computed later; int64 ``[rows, >= 4]``.
         parents: int64; indices within each tree.
     """
 
@@ -131,10 +127,8 @@ class RowScores(NamedTuple):
 
     Attributes:
         logits: after the last pending token (row 0) and at node i (row i + 1), ``[len(tree) + 1, V]``.
-        states: hidden states of all tokens of the block, layers side by side, ``[len(block), layers * hidden]``, if
-            requested.
-        best: the best token of each row of logits, with the block's noise in row 0, int64 ``[len(tree) + 1]``, if the
-            pass computed it.
+        states: hidden states of the block, layers side by side, ``[len(block), layers * hidden]``, if requested.
+        best: best token of each row of logits, with the block's noise in row 0, int64 ``[len(tree) + 1]``, if computed.
     """
 
     logits: torch.Tensor

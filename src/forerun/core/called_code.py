@@ -1,7 +1,7 @@
 """Calls between compiled functions by symbol, so that a large function is compiled once.
 
-numba copies a function's code into every caller and optimises it again. That speeds up small functions, but nested
-large ones grow many times over. So callers only declare a large function, under a name that is equal in all processes.
+numba copies a function's code into every caller and optimises it again, so that nested large functions grow many times
+over. So callers only declare a large function, under a name that is equal in all processes.
 """
 
 from __future__ import annotations

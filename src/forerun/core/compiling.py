@@ -1,9 +1,9 @@
 """Compilation with machine code cached between runs, and dropped when any source it may contain changes.
 
-A compiled function contains its small callees, constants and array layouts, which come from other files and folders;
-large functions are compiled once and called (``called_code``). numba only checks the function's own file, and stale
-code over a new layout crashes or never ends. So cached code is stamped with a digest of entire folders (``stamp_of``);
-tracking each name to its file would be finer, and easier to get wrong.
+A compiled function contains its small callees, constants and array layouts from other files and folders; large
+functions are compiled once and called (``called_code``). numba only checks the function's own file, and stale code over
+a new layout crashes or never ends. So cached code is stamped with a digest of entire folders (``stamp_of``); tracking
+each name to its file would be finer, and easier to get wrong.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def compiled(function: Function, nogil: bool = False) -> Function:
-    """Compile on the first call.
+    """Compile on the first call, and cache machine code of this package beside the module; other code only in this
+    process.
 
-    Machine code of this package is cached beside the module; other code, or where no file can be written, only in this
-    process. With ``NUMBA_DISABLE_JIT`` the function stays Python. numba's reference counting (``_nrt``) is off, because
-    it cost more than the work, so the function may not allocate. ``nogil`` lets other threads run Python meanwhile.
+    With ``NUMBA_DISABLE_JIT`` the function stays Python. numba's reference counting (``_nrt``) is off, because it cost
+    more than the work, so the function may not allocate. ``nogil`` lets other threads run Python meanwhile.
     """
     if not COMPILES:
         return np.errstate(over="ignore")(function)  # hashes overflow on purpose
@@ -67,8 +67,7 @@ class _Dispatcher(CPUDispatcher):  # type: ignore[misc]  # numba has no types
 
 
 class _Compiled(_Dispatcher):
-    """A function that Python calls. Compiled callers use ``inner``, without Python's wrapper: a third of compile
-    time."""
+    """A function that Python calls; compiled callers use ``inner``: Python's wrapper is a third of compile time."""
 
     @functools.cached_property
     def inner(self) -> Any:
@@ -110,12 +109,10 @@ def _dispatcher(kind: type[Any], function: Callable[..., Any], suffix: str = "",
 def stamp_of(package: Path, part: str) -> str:
     """Return a digest of everything that machine code of one part of a package may contain.
 
-    A part is a folder or module directly in the package. Its code comes from its own files and the parts it imports,
-    transitively. Importing the package itself counts as importing every part. A function of a higher part in the
-    closure of a compiled one is not covered, and forbidden.
-
-    Versions of code-generating libraries are included, except numba's and Python's, which numba checks itself, as it
-    does the processor.
+    A part is a folder or module directly in the package. Its code comes from its own files and, transitively, from the
+    parts it imports; importing the package itself counts as importing all. A compiled function must not call one of a
+    higher part through its closure: that is not covered. Versions of code-generating libraries are included, except
+    numba's and Python's, which numba checks itself, as it does the processor.
     """
     own = re.compile(rf"^\s*(?:from|import)\s+{re.escape(package.name)}\b(?:\.(\w+))?", re.MULTILINE)
     every = {path.stem for path in package.iterdir() if path.is_dir() or path.suffix == ".py"} - {"__pycache__"}

@@ -1,7 +1,5 @@
-"""The cores that this process may use, by its affinity and its control group's quota (``docker --cpus``).
-
-Threads beyond a quota spin until the kernel stops them all for the rest of a period.
-"""
+"""The cores that this process may use, by its affinity and its control group's quota (``docker --cpus``). Threads
+beyond a quota spin until the kernel stops them all for the rest of a period."""
 
 from __future__ import annotations
 

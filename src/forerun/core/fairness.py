@@ -23,9 +23,9 @@ ResultT = TypeVar("ResultT")
 class FairLock:
     """A lock that serves threads in order of arrival, used as ``with lock:``; not reentrant.
 
-    An ordinary lock mostly returns to the thread that just released it, and the others starve. Ctrl-C may arrive at any
-    instruction, even before a release. So a thread that acquires the lock while holding it counts as interrupted. Code
-    that the garbage collector may run at any instruction uses ``when_free``.
+    An ordinary lock mostly returns to the thread that just released it, and the others starve. Ctrl-C may arrive even
+    before a release, so a thread that acquires the lock while holding it counts as interrupted. Code that the garbage
+    collector may run uses ``when_free``.
     """
 
     def __init__(self) -> None:
@@ -129,10 +129,8 @@ BACKGROUND_NICE = 10
 
 
 def background(name: str) -> ThreadPoolExecutor:
-    """Return an executor of one thread of lower priority, for compiled code without Python's lock.
-
-    With that lock, a thread that has to wait for a processor would keep all others waiting.
-    """
+    """Return an executor of one thread of lower priority, for compiled code without Python's lock: with that lock, a
+    thread that waits for a processor would keep all others waiting."""
     return ThreadPoolExecutor(1, name, initializer=_lower_priority)
 
 
@@ -159,8 +157,7 @@ def owner_of(namespace: str) -> str:
 
 
 def eviction(entries: Sequence[tuple[KeyT | None, str, int]]) -> KeyT | None:
-    """Return the oldest key of the largest owner; None if all must stay. ``entries``: keys (None to stay), owners,
-    sizes."""
+    """Return the oldest key of the largest owner, or None; ``entries``: keys (None to stay), owners, sizes."""
     sizes: Counter[str] = Counter()
     for _, owner, size in entries:
         sizes[owner] += size

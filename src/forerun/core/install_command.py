@@ -11,8 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 
 def install_command(extras: str) -> str:
-    """Return the ``pip install`` of extras (``"serve,bench"``) from where Forerun was installed: the URL that pip
-    recorded (PEP 610), else the checkout on the path."""
+    """Return the ``pip install`` of extras (``"serve,bench"``) from pip's recorded URL (PEP 610), or the checkout."""
     try:
         written = metadata.distribution("forerun").read_text("direct_url.json")
     except metadata.PackageNotFoundError:

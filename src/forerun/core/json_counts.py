@@ -1,7 +1,5 @@
-"""Counts the parts of JSON before parsing, without the GIL: parsed objects may need a hundred times its memory.
-
-Invalid JSON is left to the parser.
-"""
+"""Counts the parts of JSON before parsing, without the GIL: parsed objects may need a hundred times its memory. Invalid
+JSON is left to the parser."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Cache files with machine code of compiled functions.
-
-Code may call other functions by symbol (``called_code``); a file lists the symbols to load first.
-"""
+"""Cache files with machine code of compiled functions. A file lists the symbols to load before it (``called_code``)."""
 
 from __future__ import annotations
 
@@ -43,11 +40,11 @@ class _Packing(CompileResultCacheImpl):  # type: ignore[misc]  # numba has no ty
 
 
 class KeptCode(FunctionCache):  # type: ignore[misc]  # numba has no types
-    """The machine code of one function, by signature.
+    """The machine code of one function, by signature, in files with this ``suffix``; code with another ``stamp`` is
+    removed.
 
-    ``suffix`` is that of the file names. Code with another ``stamp`` of the function's sources is removed. Raises
-    RuntimeError if no folder is writable, and TypeError if the closure holds more than integers: numba looks for code
-    by the closure, in which compiled functions differ from process to process.
+    Raises RuntimeError if no folder is writable, and TypeError if the closure holds more than integers: numba looks for
+    code by the closure, in which compiled functions differ from process to process.
     """
 
     _impl_class = _Packing
@@ -77,7 +74,7 @@ class MachineCodeFile(IndexDataCacheFile):  # type: ignore[misc]  # numba has no
     """numba's cache file of a function's machine code, named by signature and by the stamp of its sources.
 
     numba numbers signatures in an index file. Two processes that compile at once give one number to different code, and
-    one then runs the code of another signature. An index that names a renamed class cannot be read at all.
+    one then runs the other's. An index that names a renamed class cannot be read at all.
     """
 
     def __init__(self, folder: str, name: str, stamp: str) -> None:

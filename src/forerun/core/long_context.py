@@ -24,21 +24,17 @@ class LongContextConfig:
             the target's files.
         gamma1: draft length of the small model, in tokens.
         gamma2: maximum draft length that the target verifies, in tokens.
-        cache_budget: tokens in a sparse cache of the target, per layer and KV head. For the low-rank cache: maximum
-            tokens that a query sees.
+        cache_budget: tokens in a sparse cache of the target, per layer and KV head; in the low-rank one, that a query
+            sees.
         refresh: when the retrieval cache selects its chunks again; see ``RetrievalConfig``.
-        paced: set the draft length by measured time, down to none where drafts do not pay. If false, it is always
-            ``gamma2``.
+        paced: set the draft length by measured time, down to none where drafts do not pay; if false, it is ``gamma2``.
         sinks, window: first and last tokens in a streaming cache. ``window`` is for the small model; the target's
             streaming cache fills ``cache_budget``.
         sparse: the target's sparse cache in ``auto`` and the ``triforce`` drafters. ``low-rank``: each query selects
             its own chunks (``LowRankCache``). ``retrieval``: chunks are selected in advance for the next queries, as in
-            the paper (``RetrievalCache``). None: ``retrieval`` on a GPU, where it needs few calls and seldom selects;
-            else ``low-rank``.
+            the paper (``RetrievalCache``). None: ``retrieval`` on a GPU, where it needs few calls; else ``low-rank``.
 
-    Raises:
-        TypeError: for a number that is not an integer.
-        ValueError: for a value out of range.
+    Raises TypeError for a number that is not an integer, ValueError for one out of range.
     """
 
     draft_model: Any = None

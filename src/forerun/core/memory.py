@@ -1,7 +1,7 @@
 """Returns freed memory to the operating system.
 
-The GNU allocator keeps freed memory below memory in use, and up to 64 MiB above it, in each arena: one per thread, up
-to eight per core. So an idle process may hold a hundred unused MiB.
+The GNU allocator keeps freed memory below memory in use, and up to 64 MiB above it, in up to eight arenas per core. So
+an idle process may hold a hundred unused MiB.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ from functools import cache
 import torch
 
 EXACT_FROM_MB = 64
-"""Above this size, pinned memory is allocated exactly and freed at once; torch rounds smaller sizes up to powers of
-two, and caches them."""
+"""Above this size, pinned memory is exact and freed at once; torch rounds others up to powers of two, cached."""
 REGISTERING_THREADS = 8
 """Threads that touch pages before they are locked, at most 128 in torch: one thread needs about a second per GiB."""
 

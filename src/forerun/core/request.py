@@ -27,10 +27,8 @@ _ids = itertools.count()
 class Logprob:
     """A token's log-probability under the model's own distribution: before temperature, cuts, penalties and grammars.
 
-    Logits are normalised in float64, so equal logits give equal bits whatever shared the pass.
-
-    Attributes:
-        top: the likeliest tokens at its position with their log-probabilities, likeliest first; ties by lower id.
+    Logits are normalised in float64, so equal logits give equal bits whatever shared the pass. ``top`` has the
+    likeliest tokens at its position with their log-probabilities, likeliest first; ties by lower id.
     """
 
     token: int
@@ -40,8 +38,8 @@ class Logprob:
 
 @dataclass(frozen=True)
 class PrefixBreak:
-    """Where a prompt diverges from the cached one with the longest common prefix, ``position`` tokens long; then the
-    cached prompt has ``kept``, and this one ``given``."""
+    """Where a prompt diverges from the cached one with the longest common prefix, ``position`` tokens long: the cached
+    prompt continues with ``kept``, this one with ``given``."""
 
     position: int
     kept: IntArray
@@ -58,14 +56,12 @@ class Request:
         namespace: requests draft only from earlier outputs of their namespace.
         drafts_from: another namespace to draft from and add the output to, where users agreed to share outputs;
             prefixes are still shared inside ``namespace``.
-        budget: maximum nodes of a draft, if below the engine's; 0 drafts nothing and hides the request from drafters.
-            It changes the speed, never the output.
+        budget: maximum nodes of a draft, if below the engine's; 0 hides the request from drafters. Changes no output.
         padding: ids before the prompt that only logits processors and ``stopping`` see.
         prediction: token ids of an expected answer to draft from, private to this request.
         top_logprobs: number of likeliest tokens to keep per position; None keeps no log-probabilities.
 
-    Raises:
-        ValueError: for an empty prompt, no room to generate, or a negative budget.
+    Raises ValueError for an empty prompt, no room to generate, or a negative budget.
     """
 
     def __init__(
@@ -189,8 +185,8 @@ class Request:
             self.logprobs.append(logprob_of(own, token, self.top_logprobs))
 
     def fork(self) -> Request:
-        """Return a copy for speculative tokens. Both share the token buffer: this request later overwrites what the
-        copy appends. The copy never calls ``stopping``; under rejection sampling its noise is independent."""
+        """Return a copy for speculative tokens, in the same buffer: this request later overwrites what the copy
+        appends. It never calls ``stopping``; under rejection sampling its noise is independent."""
         fork = copy.copy(self)
         fork.sampler = self.sampler.inner()
         fork.stopping = None

@@ -1,8 +1,8 @@
 """From logits to a token: greedy, coupled sampling (Gumbel-max), or rejection sampling.
 
-Noise is a pure function: a 64-bit counter hash of (seed, position, salt, token id), without generator state. So the
-output for a seed does not depend on drafter, batch or device. Draft and target sample with equal noise, so they agree
-where their distributions are close. Gumbel-max: argmax(log p + g), with Gumbel noise g, is a sample of p.
+Noise is a pure function: a 64-bit counter hash of (seed, position, salt, token id). So the output for a seed does not
+depend on drafter, batch or device. Draft and target sample with equal noise, so they agree where their distributions
+are close. Gumbel-max: argmax(log p + g), with Gumbel noise g, is a sample of p.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class InTurn:
         rowwise: whether each uses only a row's scores, without reading values from the device, so that many rows ``[n,
             V]`` may be processed at once.
         anywhere: whether the device may differ between calls.
-        nameless: whether results do not depend on token ids, so that scores of a few tokens suffice if all others are
-            minus infinity.
+        nameless: whether results do not depend on token ids, so that a few tokens' scores suffice if all others are
+            -inf.
         temperature: by which it divides, if it does nothing else.
     """
 
@@ -75,8 +75,8 @@ class SpeculativeProcessor:
 class Constraint(Protocol):
     """Tokens that may follow a sequence: the sampler's interface to a grammar.
 
-    Results depend on the ids alone, never on earlier calls, so sequences may come in any order: drafts, branches of a
-    tree, forks. Ids are those of ``Request``: padding, prompt and generated tokens, int64 ``[t]``.
+    Results depend on the ids alone, so sequences may come in any order: drafts, branches of a tree, forks. Ids are
+    those of ``Request``: padding, prompt and generated tokens, int64 ``[t]``.
     """
 
     def mask(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -217,8 +217,8 @@ class Sampler:
         return logits.softmax(-1).gather(-1, tokens[:, None])[:, 0].double()
 
     def inner(self) -> Sampler:
-        """Return a drafter's sampler, with a stateless processor. It shares this sampler's noise, except under
-        rejection sampling, whose test needs drafts independent of its noise."""
+        """Return a drafter's sampler, with a stateless processor and the same noise, except under rejection sampling,
+        whose test needs drafts independent of its noise."""
         seed = mixed(self.seed & MASK64) if self.method == "rejection" else self.seed
         processor = self.processor.pure if isinstance(self.processor, Remembering) else self.processor
         known = isinstance(processor, InTurn) and (processor.rowwise or processor.anywhere)
@@ -296,7 +296,6 @@ def mixed(value: int) -> int:
 
 
 def _signed(value: int) -> int:
-    """Reinterpret 64 bits as a signed integer, for torch."""
     return value - (1 << 64) if value >> 63 else value
 
 

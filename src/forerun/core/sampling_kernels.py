@@ -5,9 +5,9 @@ tokens can win: -log u is at least 1 - u, so g is at most -log(1 - u), and log2 
 a fixed-point number. Only tokens whose bound, which needs no logarithm, exceeds the best score so far get full noise.
 
 Top-p: the least likely tokens that sum to at most 1 - p are cut without sorting. Positive floats are ordered like their
-bits, so the smallest kept probability is found a few bits at a time: probabilities are summed by their upper bits, the
-lowest bins are dropped until one would exceed the sum, and the next bits divide that bin. So the cost does not depend
-on the distribution.
+bits, so the smallest kept probability is found a few bits at a time: sum probabilities by their upper bits, drop the
+lowest bins until one would exceed the sum, and divide that bin by the next bits. The cost does not depend on the
+distribution.
 """
 
 from __future__ import annotations
@@ -50,13 +50,8 @@ def highest(scores: npt.NDArray[np.float32]) -> int:
 def top_p_cut(
     scores: npt.NDArray[np.float32], chances: npt.NDArray[np.float32], out: float, filtered: float
 ) -> tuple[npt.NDArray[np.float32], int]:
-    """Return scores with ``filtered`` in place of cut tokens, and the number of tokens kept.
-
-    Args:
-        scores: ``[V]``.
-        chances: their softmax, ``[V]``.
-        out: the probability to cut. Of equally likely tokens at the edge, the first are cut.
-    """
+    """Return scores ``[V]`` with ``filtered`` in place of cut tokens, and the number of tokens kept. ``chances`` are
+    their softmax; ``out`` is the probability to cut. Of equally likely tokens at the edge, the first are cut."""
     result = np.empty(len(scores), np.float32)
     kept = _cut(scores, chances, out, filtered, result, np.empty(1 << _DIGIT, np.float64))
     return result, kept

@@ -1,7 +1,5 @@
-"""Counts and times of a generation, recorded per step.
-
-``tokens per step`` is the Lookahead paper's effective decoding length (EDL, definition 1): accepted drafts plus one.
-"""
+"""Counts and times of a generation, per step. ``tokens per step`` is the Lookahead paper's effective decoding length
+(EDL, definition 1): accepted drafts plus one."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ class Stats:
         prefill_seconds: from the start to the first token, including the drafter's prefill.
         propose_seconds, score_seconds, verify_seconds: time after the prefill for drafting, for forward passes, and for
             verifying and committing. Each row of a batch counts the full time of its steps.
-        middle: statistics of the level that verifies inside the drafter. Its times are part of ``propose_seconds``.
+        middle: statistics of the level that verifies inside the drafter, whose times are part of ``propose_seconds``.
     """
 
     drafted: list[int] = field(default_factory=list)
@@ -48,7 +46,7 @@ class Stats:
 
     @property
     def steps(self) -> int:
-        """Verifying passes, with the one that ends the prefill."""
+        """Verifying passes, including the one that ends the prefill."""
         return len(self.emitted)
 
     @property

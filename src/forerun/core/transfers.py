@@ -1,9 +1,8 @@
-"""Choices from logits on a GPU, in one transfer.
+"""Choices from logits on a GPU, in one transfer. On a CPU none of this happens.
 
 Reading a value from a device waits until all its work is done. So the device makes the choices at all nodes of a tree,
-needed or not, and one transfer fetches those of all rows. If a sampler needs ids before a choice (penalties, grammars),
-the logits are copied to the CPU in one piece. A sampler with processors that may hold tensors on the model's device
-chooses there, node by node. On a CPU none of this happens.
+and one transfer fetches those of all rows. If a sampler needs ids before a choice (penalties, grammars), the logits are
+copied to the CPU in one piece; one with processors that may hold tensors on the device chooses there, node by node.
 """
 
 from __future__ import annotations
@@ -96,8 +95,8 @@ class RowChoices(NamedTuple):
         choices: the result of ``choose_nodes``; None on a CPU, for a sampler that needs more than logits, and after an
             error, which verification raises again for this row alone.
         best: the best tokens at the root and each node, if requested; None on a CPU.
-        chances: the model's probability of each token in ``choices``, before any processor, if requested; None if a
-            chain is tested by rejection.
+        chances: the model's probability of each of ``choices``, before processors, if requested; None for rejection
+            tests.
     """
 
     choices: IntArray | None = None
@@ -115,10 +114,9 @@ def choose_rows(
     """Fetch what a step needs of each row's logits in one transfer, after the pass ends.
 
     Args:
-        scored: a pass's results; a row with an error has no choices. Rows without a tree, at the end, are only waited
+        scored: a pass's results. A row with an error has no choices; rows without a tree, at the end, are only waited
             for.
-        best: number of best tokens to fetch per row of logits; ``chances``: whether to fetch the choices'
-            probabilities.
+        best, chances: number of best tokens per row of logits; whether to fetch the choices' probabilities.
     """
     there = {n: own for n, own in enumerate(scored) if isinstance(own, RowScores) and elsewhere(own.logits)}
     found = [RowChoices()] * len(trees)

@@ -2,7 +2,7 @@
 
 The root, the last committed token, is not a node. Nodes are stored parents first, so indices grow along every path. A
 chain is a tree; an empty tree is plain decoding. The Lookahead paper's hierarchical multi-branch draft (section 4.2.2)
-is such a tree; its parallel form is one whose branches share no prefixes. Only ``q`` needs torch.
+is such a tree; in its parallel form, branches share no prefixes. Only ``q`` needs torch.
 """
 
 from __future__ import annotations
@@ -203,8 +203,7 @@ class DraftTree:
         return DraftTree(self.tokens[nodes], parents, *(None if each is None else each[nodes] for each in known))
 
     def cut(self, count: int, max_depth: int, vocabulary: int) -> DraftTree:
-        """Drop nodes after the first ``count``, nodes deeper than ``max_depth``, tokens outside 0..vocabulary-1, and
-        their descendants."""
+        """Drop nodes from number ``count`` on, below ``max_depth`` or outside the vocabulary, and their descendants."""
         if _fits(self.tokens, self.depths, count, max_depth, vocabulary):
             return self
         keep = (np.arange(len(self)) < count) & (self.depths <= max_depth)

@@ -1,10 +1,9 @@
 """Verification: from a tree and the target's logits to committed tokens. Drafts never change them.
 
 Greedy and coupled sampling share one walk: choose a token at the node, move to the child that equals it, stop if there
-is none. SpecInfer calls this naive sampling; with shared noise it accepts nearly as much as the rejection test.
-
-Under ``rejection``, chains with ``q`` use the test of Leviathan et al. (2023) and Chen et al. (2023). Its residual
-distribution is norm(max(p - q, 0)).
+is none. SpecInfer calls this naive sampling; with shared noise it accepts nearly as much as the rejection test. Under
+``rejection``, chains with ``q`` use the test of Leviathan et al. (2023) and Chen et al. (2023), with the residual
+distribution norm(max(p - q, 0)).
 """
 
 from __future__ import annotations
@@ -62,11 +61,9 @@ def verify(tree: DraftTree, logits: torch.Tensor, request: Request, choices: Int
 
     Args:
         logits: the target's at the root (row 0) and at node i (row i + 1), ``[n + 1, V]``.
-        request: supplies the sampler, receives the tokens, and ends the walk where the sequence ends.
         choices: made on the device for these logits; computed here by default.
 
-    Raises:
-        ValueError: if a tree with ``q`` is not a chain under rejection sampling.
+    Raises ValueError if a tree with ``q`` is not a chain under rejection sampling.
     """
     q = None if tree.q is None else tested(tree, request)
     if choices is None and elsewhere(logits):
@@ -84,7 +81,6 @@ def verify(tree: DraftTree, logits: torch.Tensor, request: Request, choices: Int
 
 
 def _walk(tree: DraftTree, choose: Callable[[int], int], request: Request) -> Verdict:
-    """Follow the choices along a path; ``choose`` is called with each node."""
     path: list[int] = []
     tokens: list[int] = []
     node: int | None = ROOT

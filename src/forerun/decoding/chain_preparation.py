@@ -16,14 +16,13 @@ from forerun.policy.gains import RowGains
 from forerun.policy.time_model import NOTHING_KNOWN, TimeModel
 
 PREPARING_READS = 8.0
-"""First guess of the cost of preparing a cached token, in multiples of what it adds to a plain pass; both read all
-keys. Measured in both types: 6 to 9 for the bundled model, 5 to 11 for SmolLM2. A small model's prefill is extra."""
+"""First guess of preparing a cached token, relative to what it adds to a plain pass: both read all keys. Measured in
+both types: 6 to 9 for the bundled model, 5 to 11 for SmolLM2. A small model's prefill is extra."""
 TREES_GAIN = 1.07
-"""Tokens that trees alone yield in the time of a plain step; savings of chains are counted from there. For the bundled
-model and SmolLM2 in both types, after 16,000 and 32,000 tokens, 1.06 to 1.09 lead to the same decisions."""
+"""Tokens that trees alone yield in the time of a plain step, from which savings of chains are counted. After 16,000 and
+32,000 tokens of the bundled model and SmolLM2 in both types, 1.06 to 1.09 decide alike."""
 PREFILL_SHARE = 0.05
-"""Share of a prompt's prefill that preparation may cost before drafts have saved anything. Measured over a sparse cache
-after 16,000 tokens: 0.5 %."""
+"""Share of a prompt's prefill that preparation may cost before drafts save; measured at 16,000 tokens: 0.5 %."""
 LEAST_COST = 1e-6
 """Minimum cost of preparing a token, in plain passes."""
 
@@ -62,13 +61,13 @@ class ChainPreparation:
         self._seconds = TimeModel(1.0, NOTHING_KNOWN)  # as a multiple of the first guess
 
     def read(self, row: Row, state: PreparedRow, tokens: int) -> bool:
-        """Prepare a piece of a prompt, if that is expected to pay. Returns whether the row need not wait for more."""
+        """Prepare a piece of a prompt, if that is expected to pay; return whether the row need not wait for more."""
         if state.ready or (state.unread and (not self._may_start(row, state) or _is_short(row))):
             return True
         return self.go_on(row, state, tokens)
 
     def go_on(self, row: Row, state: PreparedRow, tokens: int) -> bool:
-        """Prepare a piece of a prompt. Returns whether the row is ready."""
+        """Prepare a piece of a prompt; return whether the row is ready."""
         if state.ready:
             return True
         state.unread, began = False, self._clock()
@@ -87,8 +86,7 @@ class ChainPreparation:
         return all(allowed)
 
     def _may_start(self, row: Row, state: PreparedRow) -> bool:
-        """Decide whether to prepare a row, again every ``READ_BLOCK`` tokens; for a short request, whose cache needs a
-        single pass, whenever its answer has doubled."""
+        """Decide whether to prepare a row, every ``READ_BLOCK`` tokens, or when a short one's answer has doubled."""
         if not state.unread or not self._trees:
             return True
         length = len(row.request)
@@ -98,13 +96,11 @@ class ChainPreparation:
         return state.pays
 
     def _guess(self, row: Row) -> float:
-        """Guess the cost of preparation, in plain passes."""
         choice, request = self._choice, row.request
         each = PREPARING_READS * float(choice.costs.table.costs.cached(1))
         return max(each, LEAST_COST) * len(request) + choice.draft.prefill(request.prompt_length)
 
     def _free(self, row: Row) -> float:
-        """Return what preparation may cost before drafts have saved anything."""
         return PREFILL_SHARE * self._choice.costs.table.prefill(row.request.prompt_length)
 
     def _pays(self, row: Row) -> bool:
@@ -132,5 +128,4 @@ class ChainPreparation:
 
 
 def _is_short(row: Row) -> bool:
-    """Return whether a row's cache for chains needs a single pass."""
     return len(row.request) <= READ_BLOCK

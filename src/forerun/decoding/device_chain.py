@@ -1,6 +1,6 @@
 """Draft chains on the device, with one transfer for all tokens. The next pass depends only on the last token's id,
-which stays on the device while the CPU prepares further passes. Greedy rows, and sampled ones whose processor only
-divides by a temperature, are chosen inside the pass: noise depends on seed and position, which its tables hold."""
+which stays there while the CPU prepares further passes. Greedy rows, and sampled ones whose processor only divides by a
+temperature, are chosen inside the pass: noise depends on seed and position, which its tables hold."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from forerun.decoding.row import Row
 from forerun.models.forward.scorer import Scorer
 
 TOKENS_BEFORE_A_LOOK = 3
-"""Tokens between transfers of a chain that may end early; TriForce's inner chains have this length. A small model's
-pass costs as much as a few transfers, and at most two passes are wasted."""
+"""Tokens between transfers of a chain that may end early, as long as TriForce's inner chains. A small model's pass
+costs as much as a few transfers, and at most two passes are wasted."""
 UNKNOWN = np.zeros(1, np.int64)
 
 
 class ChainPiece(NamedTuple):
-    """A row's part of a drafted chain: tokens, optionally the model's probability of each before any processor, and
-    under rejection sampling the distribution ``q`` that each was drawn from, ``[V]``."""
+    """A row's part of a chain: tokens, optionally each one's probability before processors, and under rejection
+    sampling the distribution ``q`` that each was drawn from, ``[V]``."""
 
     tokens: list[int]
     chances: list[float]
@@ -39,8 +39,8 @@ def fits(model: Scorer, requests: Sequence[Request]) -> bool:
 
 @torch.inference_mode()
 def draft(model: Scorer, rows: Sequence[Row], count: int, chances: bool) -> list[ChainPiece]:
-    """Choose ``count`` tokens for each row of a level without sources; ``chances``: return probabilities, too. The
-    caches end up with all tokens but the last; the requests do not change."""
+    """Choose ``count`` tokens per row, with probabilities if ``chances``, at a level without sources. The caches end up
+    with all but the last; the requests do not change."""
     requests, caches = [row.request for row in rows], [row.cache for row in rows]
     blocks = [row.block(DraftTree.empty()) for row in rows]
     chosen: list[torch.Tensor] = []  # [rows] per pass

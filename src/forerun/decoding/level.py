@@ -75,15 +75,12 @@ class Level(Source):
 
     Args:
         cache: makes a row's cache at a lower level; None for the engine's level, whose rows bring theirs.
-        nodes: maximum nodes of the trees that a lower level verifies.
-        chain: draft length of a lower level.
+        nodes: maximum nodes of the trees that a lower level verifies, at least 0.
+        chain: draft length of a lower level, at least 1.
         helper: whether the model differs from the target, so that it can always contribute.
         beyond: tokens of a request before which nothing is drafted over the cache.
         reads: how many of a row's cached tokens a pass reads.
         clock: measures the seconds of a step's parts.
-
-    Raises:
-        ValueError: for ``nodes`` under 0 or a ``chain`` under 1.
     """
 
     def __init__(
@@ -113,7 +110,7 @@ class Level(Source):
 
     @property
     def makes_none(self) -> bool:
-        """Whether rows bring their caches: true at the engine's level."""
+        """Whether rows bring their caches, as at the engine's level."""
         return self._make is None
 
     # the step
@@ -133,8 +130,7 @@ class Level(Source):
             reading: rows in prefill, with their blocks.
             closed: whether no further rows will join.
 
-        Returns:
-            Each decoding row's outcome, None if it failed; and the seconds of the step's parts.
+        Returns each decoding row's outcome, None if it failed; and the seconds of the step's parts.
         """
         began = self._clock()
         trees, forced, plain = self._plan(rows, budgets, reading, closed)
@@ -214,8 +210,7 @@ class Level(Source):
         return [each for part in parts for each in self._pass(rows[part], blocks[part])]
 
     def _pass(self, rows: Sequence[Row], blocks: Sequence[Block]) -> Sequence[Scored]:
-        """Run a pass. If it fails, each row gets its own, and only rows that fail again end; at a lower level, only
-        drafts fail."""
+        """Run a pass. If it fails, each row gets its own, and rows that fail again end (at a lower level, drafts)."""
         caches, layers = [row.cache for row in rows], () if rows[0].tentative else self.planner.states
         try:
             return self.model.score_rows(blocks, caches, layers)
@@ -239,8 +234,7 @@ class Level(Source):
         return choose_rows(trees, scored, [row.request for row in rows], best, chances)
 
     def _verify(self, row: Row, block: Block, scored: Scored, choices: RowChoices) -> Outcome | None:
-        """Verify a row's tree and commit what is accepted. An error ends only this row, or its draft at a lower
-        level."""
+        """Verify a row's tree, commit what is accepted; an error ends only this row, at a lower level its draft."""
         try:
             if isinstance(scored, Exception):
                 raise scored
@@ -292,8 +286,7 @@ class Level(Source):
         return TrialRow(row.request, row.cache, row.states, upper=row, reading=reading)
 
     def needs(self, tokens: int) -> int:
-        """Return the maximum bytes of a row's cache for ``tokens`` tokens, and of the recurrent states that it
-        forks."""
+        """Return the maximum bytes of a row's cache for ``tokens`` tokens, and of its forked recurrent states."""
         if self._make is None:
             return 0
         return self._make(self.model, FullCache()).needs(self.model.kv, tokens) + self.model.kv.state_bytes
@@ -316,8 +309,8 @@ class Level(Source):
         return True
 
     def _prepare(self, own: TrialRow, request: Request, tokens: int) -> bool:
-        """Prepare a sparse view piece by piece, then select its first tokens and run a pass whose result is discarded:
-        both cost more than later ones, and would spoil the first measured draft."""
+        """Prepare a sparse view piece by piece, then run its first selection and a pass whose result is discarded: both
+        cost more than later ones, and would spoil the first measured draft."""
         cache = own.cache
         if cache.synced or not cache.ready or cache.whole:
             return True
@@ -384,8 +377,7 @@ class Level(Source):
             row.request.stats.add_seconds(0.0, seconds, 0.0)
 
     def _room(self, own: TrialRow, request: Request) -> int:
-        """Return how many tokens can be drafted: none before the prompt is prefilled, or after a token outside the
-        model's vocabulary."""
+        """Return how many tokens can be drafted: none before the prefill's end, or after an unknown token."""
         if not own.prepared:
             return 0
         cache, source = own.cache, own.cache.source
@@ -396,8 +388,8 @@ class Level(Source):
         return self._room_after(request.tokens[own.first :], len(request)) if ready else 0
 
     def _room_after(self, tokens: IntArray, length: int | None = None) -> int:
-        """Return how many tokens the model can draft after ``tokens``, the end of a request of ``length`` tokens, by
-        default all of it."""
+        """Return how many tokens the model can draft after ``tokens``, the end of (by default, all of) a
+        ``length``-token request."""
         if int(tokens.max()) >= self.model.vocabulary:
             return 0
         limit = self.model.limit

@@ -24,7 +24,7 @@ from forerun.policy.pass_shape import PassShape
 from forerun.policy.step_costs import DraftPasses
 
 UNSURE = float("inf")
-"""Default confidence at which a tree needs no costly source: none, so that source always drafts."""
+"""Default confidence at which a tree needs no costly source: never, so that source always drafts."""
 
 
 class StepTimes(NamedTuple):
@@ -78,7 +78,7 @@ class Planner:
         """Start a row; see ``Source.open``."""
 
     def read(self, row: Row, tokens: int) -> bool:
-        """Let the sources process a piece of a prompt. Returns whether all are done."""
+        """Let the sources process a piece of a prompt; return whether all are done."""
         done = [proposals.read(source, row, tokens) for source in self.own]
         return all(done)
 
@@ -102,7 +102,7 @@ class Planner:
         return trees
 
     def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome | None], seconds: StepTimes) -> None:
-        """Update the planner and its sources after each step; ``outcomes``: None for failed rows. Tokens of a lower
+        """Update the planner and its sources after each step (``outcomes``: None for failed rows). Tokens of a lower
         level are tentative and teach nothing; chunks of prompts are for sources that need hidden states."""
         known = [
             (row, outcome)

@@ -1,5 +1,4 @@
-"""Collect proposals from a cheap source, and from a costly one where the first is not confident. A source that raises
-drafts nothing more for that request."""
+"""Collect proposals from a cheap source, and from a costly one where the first is not confident."""
 
 from __future__ import annotations
 
@@ -38,7 +37,6 @@ def works(source: Source, row: Row) -> bool:
 
 
 def _drop(source: Source, row: Row, error: Exception) -> None:
-    """Let a source draft nothing more for a row."""
     log.warning(
         "%s failed for request %d and drafts nothing more for it: %r", type(source).__name__, row.request.id, error
     )
@@ -46,11 +44,8 @@ def _drop(source: Source, row: Row, error: Exception) -> None:
 
 
 def propose(source: Source, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
-    """Return one tree per row. If the source raises, retry row by row, and drop it for the rows where it raises again.
-
-    Raises:
-        TypeError: if it returns anything but one ``DraftTree`` per row.
-    """
+    """Return one tree per row; raise TypeError if the source returns anything but a ``DraftTree`` for each. If it
+    raises, retry row by row, and drop it for the rows where it raises again."""
     trees = [DraftTree.empty()] * len(rows)
     live = [number for number, row in enumerate(rows) if works(source, row)]
     if live:
@@ -92,7 +87,7 @@ def promises(source: Source, rows: Sequence[Row]) -> Sequence[int | None]:
 
 
 def read(source: Source, row: Row, tokens: int) -> bool:
-    """Let a source process a piece of a row's prompt. Returns whether it is done with the prompt."""
+    """Let a source process a piece of a row's prompt; return whether it is done."""
     if not works(source, row):
         return True
     try:
@@ -126,8 +121,8 @@ def merge(
     confident: float,
     choose: Callable[[dict[int, DraftTree]], Sequence[int]] = list,
 ) -> list[DraftTree]:
-    """Add a costly source's drafts, for rows where it is ready and whose trees expect fewer than ``confident`` accepted
-    nodes. ``choose`` picks among these rows."""
+    """Add a costly source's drafts, for those rows that ``choose`` picks where it is ready and whose trees expect fewer
+    than ``confident`` accepted nodes."""
     unsure = choose({
         number: tree
         for number, (row, tree) in enumerate(zip(rows, trees, strict=True))
@@ -142,11 +137,9 @@ def merge(
 
 
 def merged_estimates(first: DraftTree, second: DraftTree, budget: int) -> DraftTree:
-    """Merge two trees into the ``budget`` likeliest nodes. A node in both keeps its higher conditional probability.
-
-    The more confident source is usually accepted: a trie where the request repeats itself, a head elsewhere. A tree
-    with ``q`` is worth more alone and is not merged; a tree without estimates comes first.
-    """
+    """Merge two trees into the ``budget`` likeliest nodes; one in both keeps its higher conditional probability: the
+    more confident source is usually accepted, a trie where the request repeats itself, a head elsewhere. A tree with
+    ``q`` is worth more alone and is not merged; a tree without estimates comes first."""
     if first.q is not None or not len(second):
         return first
     if not len(first):

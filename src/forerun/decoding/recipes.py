@@ -35,8 +35,8 @@ CONFIDENT_NODES = 4
 """Expected accepted nodes at which a trie's tree needs no head: a good head's tree yields as many."""
 
 HELPED = 0.1
-"""First guess of drafting a token over a sparse cache with a small model's or trie's help, in target passes. Low, so
-that drafting is tried and then measured."""
+"""First guess of drafting a token over a sparse cache with a small model's or trie's help, in target passes: low, so
+that drafting is tried and measured."""
 
 
 SCANNED = 0.1
@@ -79,8 +79,7 @@ class Recipe:
 
 
 def head_of(settings: LongContextConfig) -> Head | None:
-    """Return the settings' trained head: an object, loaded from a folder, or ``mtp``; None without one. Raises
-    ``ValueError`` for a folder that holds none."""
+    """Return the settings' trained head, if any: an object, from a folder (else ValueError), or ``mtp``."""
     given = settings.draft_model
     if not _is_head(given):
         return None
@@ -116,7 +115,7 @@ def _head_source(head: Head, setup: Setup) -> Source:
 
 
 def small_model(settings: LongContextConfig) -> Scorer:
-    """Return the small model. Raises ``ValueError`` if there is none or it cannot draft."""
+    """Return the small model; raise ValueError if there is none or it cannot draft."""
     if settings.draft_model is None:
         raise ValueError("this drafter needs a small model; set draft_model, or use triforce-trie")
     if _is_head(settings.draft_model):
@@ -134,8 +133,8 @@ def small_model(settings: LongContextConfig) -> Scorer:
 
 
 def small_level(setup: Setup, gamma: int) -> Level:
-    """Make the level of the small model over a streaming cache, with draft length ``gamma``. Raises ``ValueError`` if
-    its vocabulary is larger than the target's."""
+    """Make the level of the small model over a streaming cache, with draft length ``gamma``; raise ValueError for a
+    vocabulary larger than the target's."""
     scorer, target = small_model(setup.settings), setup.target
     if scorer.vocabulary > target.vocabulary:
         raise ValueError(
@@ -317,13 +316,12 @@ HEAD_RECIPES: dict[str, Recipe] = {
     "head": Recipe(lambda setup: _head_alone(setup, setup.settings)),
     "mtp": Recipe(lambda setup: _head_alone(setup, replace(setup.settings, draft_model=MTP))),
 }
-"""Trained heads alone: ``head`` from the folder ``LongContextConfig.draft_model``, ``mtp`` from the target's
-checkpoint."""
+"""Trained heads alone: from the folder ``LongContextConfig.draft_model``, or (``mtp``) from the target's checkpoint."""
 DRAFTERS = RECIPES | HEAD_RECIPES
 
 
 def trie_of(level: Level) -> Trie:
-    """Return the trie of a level's sources. Raises ``ValueError`` if there is none."""
+    """Return the trie of a level's sources; raise ValueError if there is none."""
     for source in level.planner.sources:
         if isinstance(source, TrieSource):
             return source.trie
@@ -339,13 +337,12 @@ def buildable(settings: LongContextConfig, recipes: Mapping[str, Recipe] = RECIP
 
 
 def check_drafter(name: str, recipes: Mapping[str, Recipe] = DRAFTERS) -> None:
-    """Raise ``ValueError`` for an unknown drafter, listing the known ones."""
+    """Raise ValueError for an unknown drafter, listing the known ones."""
     if name not in recipes:
         raise ValueError(f"drafter is {name!r}; known are {', '.join(recipes)}")
 
 
 def build(name: str, setup: Setup, recipes: Mapping[str, Recipe] = DRAFTERS) -> Level:
-    """Build the level of this drafter. Raises ``ValueError`` for an unknown name, or settings that lack what it
-    needs."""
+    """Build the level of this drafter; raise ValueError for an unknown name, or settings that lack what it needs."""
     check_drafter(name, recipes)
     return recipes[name].build(setup)

@@ -19,23 +19,20 @@ class Opener(Protocol):
     """Anything that keeps a state per row: a source."""
 
     def open(self, row: Row) -> Any:
-        """Start a row. Returns its state."""
+        """Start a row and return its state."""
 
 
 class RowState:
     """A source's state of a row, from ``Source.open`` to the row's end."""
 
     def close(self) -> None:
-        """Free what is private to the row. Called once, however the row ends."""
+        """Free what is private to the row; called once, however the row ends."""
 
 
 @dataclass(eq=False)
 class Row:
-    """A request with everything kept for it during decoding; nothing outside is keyed by it.
-
-    ``request`` is a fork at a lower level, whose last tokens are tentative; ``cache`` holds all tokens but the pending
-    ones; ``states`` are by source, shared by a request's rows at all levels.
-    """
+    """A request with everything kept for it during decoding. ``request`` is a fork at a lower level, whose last tokens
+    are tentative; ``cache`` holds all tokens but the pending ones; ``states`` are by source, shared at all levels."""
 
     request: Request
     cache: Cache

@@ -26,12 +26,8 @@ class Limit(NamedTuple):
 
 
 class Wants(NamedTuple):
-    """What a source needs from the target's passes besides tokens.
-
-    Attributes:
-        best: number of best tokens per row of logits; see ``Outcome.best``.
-        states: layers whose hidden states it needs; see ``Outcome.states``.
-    """
+    """What a source needs from the target's passes besides tokens: the number of best tokens per row of logits
+    (``Outcome.best``), and the layers whose hidden states it needs (``Outcome.states``)."""
 
     best: int = 0
     states: tuple[int, ...] = ()
@@ -52,20 +48,18 @@ class Source(ABC):
     seconds: float | None = None
     """Measured seconds of a costly source's draft for one row, before the first; None if unknown."""
     trusted = True
-    """Whether drafts are expected to pay. If not, the source may get no hidden states for some steps, and need not
-    prepare more than a trial needs."""
+    """Whether drafts are expected to pay; else states may be missing, and it prepares no more than a trial needs."""
 
     def open(self, row: Row) -> Any:  # noqa: B027
-        """Start a row, whose prompt is known. Returns the row's state, a ``RowState`` if it must be closed."""
+        """Start a row, whose prompt is known; return its state, a ``RowState`` if it must be closed."""
 
     def read(self, row: Row, tokens: int) -> bool:
-        """Process about ``tokens`` more prompt tokens, which the target has prefilled except for its last block, and
-        return whether the prompt is done."""
+        """Process about ``tokens`` more prompt tokens, which the target has prefilled except for its last block; return
+        whether the prompt is done."""
         return True
 
     def promise(self, rows: Sequence[Row]) -> Sequence[int | None]:
-        """Predict cheaply how well drafts would do: the length of each row's longest suffix seen before; None if
-        unknown."""
+        """Predict how well drafts would do: the length of each row's longest suffix seen before; None if unknown."""
         return [None] * len(rows)
 
     def ready(self, row: Row) -> bool:
@@ -74,8 +68,7 @@ class Source(ABC):
 
     @abstractmethod
     def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> Sequence[DraftTree]:
-        """Return one draft per row, to follow ``row.request.tokens``. Nodes beyond the limit or
-        ``request.max_draft_depth`` are cut off."""
+        """Return a draft per row, after ``row.request.tokens``; nodes beyond limit or ``max_draft_depth`` are cut."""
 
     def learn(self, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:  # noqa: B027
         """Update from a step of the target; ``request.tokens`` already ends with the committed tokens. A source that

@@ -42,10 +42,9 @@ class Batch:
         make: makes a cache, given its room in tokens, whether its memory can be shared, whether it releases keys that
             no layer sees any more, and what it leaves free on the device.
         free: frees a cache's memory when its row ends; by default it goes with the cache.
-        offloaded_chunks: maximum chunks of an offloaded prompt per pass; None for all, as each pass fetches everything
-            before them.
-        pacing: bounds the time of steps with prefill by cutting prompts anywhere; only for bitwise exact passes. None
-            for no bound.
+        offloaded_chunks: maximum chunks of an offloaded prompt per pass, which fetches all before them; None for no
+            limit.
+        pacing: bounds the time of steps with prefill by cutting prompts anywhere, if passes are bitwise exact; or None.
     """
 
     def __init__(
@@ -90,8 +89,7 @@ class Batch:
 
         Raises:
             ValueError: if the cache holds the complete prompt, or the request is in the batch.
-            MemoryError: if there is no room for its keys and values.
-            OSError: if a file cannot hold them.
+            MemoryError, OSError: if there is no room for its keys and values, in memory or in a file.
         """
         if request.id in self._rows:
             raise ValueError(f"request {request.id} is in this batch already")
@@ -129,15 +127,14 @@ class Batch:
         return len(request) + request.remaining + self._step.budget
 
     def needs(self, request: Request) -> int:
-        """Return the maximum bytes of a request's keys and values, for the target and all draft levels, if it shares
-        none."""
+        """Return the maximum bytes of a request's keys and values at all levels, if it shares none."""
         tokens = self.tokens(request)
         cache = FullCache(tokens, releases=self._releases(request))
         return cache.needs(self._step.level.model.kv, tokens) + self.drafting(request)
 
     def _releases(self, request: Request) -> bool:
         """Return whether a request's cache releases keys outside of sliding windows: if its prompt is not kept for
-        others, and chunks are no longer than the slack kept beyond a window."""
+        others, and chunks are no longer than the slack beyond a window."""
         target = self._step.level.model
         if not target.windowed or not releases(target.device.type) or self.chunk > MIN_SLACK_TOKENS:
             return False
@@ -189,8 +186,8 @@ class Batch:
     def _schedule(
         self, unread: Sequence[BatchRow], beside: bool, left: int
     ) -> tuple[list[BatchRow], dict[BatchRow, int]]:
-        """Return which rows in prefill run their first step next, and which prefill a chunk, with its length. Those
-        that waited longest come first, while there is room for ``left`` tokens."""
+        """Return which rows in prefill run their first step, and which prefill how many tokens: those that waited
+        longest first, while there is room for ``left`` tokens."""
         first: list[BatchRow] = []
         reading: dict[BatchRow, int] = {}
         paced, share = self._pacing is not None and beside, 1.0  # share of the allowed time
@@ -220,8 +217,8 @@ class Batch:
         worked: bool,
         budgets: Mapping[int, int],
     ) -> list[Commit]:
-        """Run a step with these rows; its time sets the length of the next chunks. ``beside``: it holds up other rows.
-        ``worked``: drafts for a prompt were prepared before."""
+        """Run a step; its time sets the length of the next chunks. ``beside``: it holds up other rows. ``worked``:
+        drafts for a prompt were prepared before."""
         if self._pacing is None or not beside:
             return self._pass(decoding, reading, budgets)
         read = reading | {row: len(row.pending) for row in decoding if not row.begun}
@@ -249,8 +246,8 @@ class Batch:
         return [Commit(row.request, [], 0) for row in lost]
 
     def _catch_up(self, unread: Sequence[BatchRow], beside: bool) -> tuple[bool, list[Commit]]:
-        """Prefill drafters with prompts that the target has prefilled, in pieces; return whether there were any, and a
-        commit for each row that failed."""
+        """Prefill drafters, in pieces, with prompts that the target has prefilled; return whether there were any, and
+        failed rows' commits."""
         worked, failed = False, []
         pacing = self._pacing if beside else None
         end = 0.0 if pacing is None else pacing.clock() + pacing.allowed
@@ -282,8 +279,7 @@ class Batch:
             row.prepares = pacing.adjusted(row.prepares, pacing.clock() - began, self.limit)
 
     def _remove(self, request: Request) -> None:
-        """Free everything that a request holds, even if parts of that fail. If the garbage collector closes it during
-        another's step, that step ends first."""
+        """Free everything that a request holds, even if parts of that fail; during another's step, after that step."""
         row = self._rows.pop(request.id)
         self._lock.when_free(lambda: self._let_go(row))
 

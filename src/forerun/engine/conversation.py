@@ -25,11 +25,8 @@ class Conversation:
     the rest is prefilled. Answers equal those after a new prefill of the conversation.
 
     Args:
-        engine: with a tokenizer that has a chat template.
+        engine: with a tokenizer that has a chat template; else ValueError.
         options: for every answer, as for ``Engine.generate``: ``max_new_tokens``, ``temperature``, ``seed``, ...
-
-    Raises:
-        ValueError: without a tokenizer or a chat template.
     """
 
     def __init__(self, engine: Engine, system: str | None = None, **options: Unpack[GenerationOptions]) -> None:
@@ -60,8 +57,8 @@ class Conversation:
     def send(self, text: str, on_prefill: Progress | None = None) -> ConversationTurn:
         """Send a message, ending an unfinished answer; iterate over the returned turn to generate the answer.
 
-        During the prefill, ``on_prefill`` is called with tokens done and to do. Raise ValueError for an empty message,
-        an invalid option, a template error, or a conversation that is too long; the conversation is then unchanged.
+        During the prefill, ``on_prefill`` is called with tokens done and to do. ValueError for an empty message, an
+        invalid option, a template error, or a conversation that is too long leaves the conversation unchanged.
         """
         self._end_turn()
         if not text:
@@ -86,8 +83,8 @@ class Conversation:
             self._turn = None
 
     def _keep(self, prompt: IntArray) -> int:
-        """Cut the cache to the prefix it shares with a prompt, without the last token, and return its length; drop it
-        if the model has changed."""
+        """Cut the cache to the prefix shared with a prompt, less its last token, and drop another model's; return its
+        length."""
         if self._version != self.engine.model_version():
             self._forget()
         most = min(len(prompt) - 1, len(self._cached))
@@ -110,7 +107,7 @@ class Conversation:
 
 
 class ConversationTurn:
-    """A message and its answer: an iterator over each step's commits. Closing it ends the answer. From the first commit
+    """A message and its answer: an iterator over each step's commits; closing it ends the answer. From the first commit
     on, ``cached`` is the number of tokens that needed no prefill."""
 
     def __init__(self, conversation: Conversation, message: str, request: Request, on_prefill: Progress | None) -> None:

@@ -87,7 +87,7 @@ class Engine:
             and a key for the files' checksums; see ``KVStore``.
         kv_memory: maximum bytes of keys and values on the device, or a ``KVMemory``; the rest is offloaded.
         kv_dtype: type of cached keys and values: ``auto``, the model's, or ``bfloat16``, with half of the memory for a
-            model in float32 or with stored weights, on a CPU. All passes round alike, so drafts still change no bit.
+            model in float32 or with quantised weights, on a CPU. All passes round alike, so drafts still change no bit.
 
     Raises:
         UnsupportedModelError: if the model's output could change.
@@ -128,8 +128,7 @@ class Engine:
         self._runtime = _runtime or default_runtime()
         self.target = self._admit(model, kv_dtype, kv_store=kv_store, kv_memory=kv_memory)
         self.exactness = self._runtime.exactness(self.target, position_limit(model), kv_memory is not None)
-        """``level`` is ``bitwise`` if outputs equal those without drafts bit for bit, in batches too; else
-        ``rounding``, and ``reason`` says why."""
+        """``level`` is ``bitwise`` if drafts and batches change no bit, else ``rounding``, with a ``reason``."""
         if tokenizer is not None and tokenizer.vocab_size > self.target.vocabulary:  # see ``load``
             known = f"{tokenizer.vocab_size} tokens and the model {self.target.vocabulary}"
             raise ValueError(f"the tokenizer has {known}: they do not match")
@@ -240,8 +239,7 @@ class Engine:
     def _cache(
         self, tokens: int, shareable: bool = False, releases: bool = False, reserve: DeviceReserve | None = None
     ) -> FullCache:
-        """Return a cache with room for ``tokens`` tokens; see ``FullCache``. It leaves ``reserve`` free on a bounded
-        device."""
+        """Return a cache (see ``FullCache``) that leaves ``reserve`` free on a bounded device."""
         if self.tiers is None:
             return self.target.adopt(FullCache(tokens, shareable, releases))
         return self.target.adopt(self.tiers.cache(tokens, shareable, releases, reserve))
@@ -293,11 +291,10 @@ class Engine:
             streamer: a transformers streamer; for one sequence only.
             tokenizer: for this call; by default the engine's.
             budget: maximum nodes of a draft, if below the engine's; 0 for no drafts.
-            options: see ``GenerationOptions``: those of ``model.generate``, and Forerun's.
+            options: see ``GenerationOptions``: those of ``model.generate``, and Forerun's; ValueError for an invalid
+                one.
 
-        Raises:
-            ValueError: for an invalid option.
-            GenerationInterrupted: on Ctrl-C, with the result so far.
+        Raises GenerationInterrupted on Ctrl-C, with the result so far.
         """
         tokenizer = self._tokenizer if tokenizer is None else tokenizer
         requests = self.requests(prompts, tokenizer=tokenizer, budget=budget, **options)
@@ -375,10 +372,7 @@ class Engine:
         Args:
             room: further tokens that a new cache can hold without being copied.
             on_prefill: called with tokens done and to do.
-            cache: one that holds the first of the tokens, to continue; by default a new one.
-
-        Raises:
-            ValueError: if ``cache`` holds all the tokens or more.
+            cache: one to continue, with the first of the tokens (ValueError: with all); by default a new one.
         """
         self.model_version()
         if cache is None:
@@ -447,13 +441,10 @@ class Engine:
         """Return a batch whose requests come and go: ``admit``, ``step``, ``cancel``, ``close``.
 
         Args:
-            limit: maximum tokens per step, besides drafts; by default ``prefill_block``. See ``Batch``.
+            limit: maximum tokens per step, besides drafts, at least 1; by default ``prefill_block``.
             offloaded_chunks, pacing: see ``Batch``.
             closed: whether no requests replace those that end: then drafts minimise the end of the last one, else they
                 maximise tokens per second.
-
-        Raises:
-            ValueError: for a limit under 1.
         """
         limit = self.prefill_block if limit is None else limit
         if limit < 1:
@@ -496,9 +487,9 @@ class Engine:
             self.store.flush()
 
     def close(self) -> None:
-        """Write everything to the store, and keep nothing more; programs that end without ``close`` wait for this too.
-        If new prefixes were stored, all weights are hashed again, and these prefixes are removed if the weights have
-        changed since the store was opened."""
+        """Write everything to the store, and keep nothing more; a program that ends without ``close`` does so too. If
+        new prefixes were stored, hash all weights again, and remove these prefixes if the weights have changed since
+        the store was opened."""
         if self.store is not None:
             with self._lock:
                 same = self.target.refresh() == self._weights

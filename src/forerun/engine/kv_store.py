@@ -43,15 +43,14 @@ OWNER_PREFIX = "of-"
 STAT_BLOCK_BYTES = 512
 """Block size in which POSIX counts disk usage."""
 MIN_STORED_TOKENS = 512
-"""Minimum tokens to store. A shorter prefix is prefilled as fast as a file is written, found and verified, and a server
-would write one per question."""
+"""Minimum tokens to store: a shorter prefix is prefilled as fast as a file is written, found and verified."""
 GROWTH_DIVISOR = 8
-"""Write a prefix again if at least 1/8 of it is new. So a growing conversation is written a few times, and a question
+"""Write a prefix again if at least 1/8 of it is new: a growing conversation is written a few times, and a question
 about a book does not rewrite the book."""
 DISK_SHARE = 0.25
 """Default limit: share of the disk space that is free or used by the store."""
 MAX_PENDING_FILES = 8
-"""Maximum files waiting to be written, each of which keeps a cache in memory. Further prefixes are not stored."""
+"""Maximum files waiting to be written, each of which keeps a cache in memory; further prefixes are not stored."""
 
 
 StoredText = tuple[str, int]
@@ -130,11 +129,8 @@ class KVStore:
 
     def keep(self, keys: Keys, namespace: str, chunk: int, cache: FullCache) -> StoredText | None:
         """Store a prompt's prefix, unless most of it is stored, and drop a shorter one that it contains; return the
-        file that holds all or most of it, or None.
-
-        The cache may continue meanwhile: its committed tokens do not change. ``keys`` are those of its chunks, of
-        ``chunk`` tokens.
-        """
+        file that holds all or most of it, or None. ``keys`` are of its chunks, of ``chunk`` tokens. The cache may
+        continue meanwhile."""
         return _safely("cannot store a prefix", lambda: self._keep(keys, namespace, chunk, cache))
 
     def _keep(self, keys: Keys, namespace: str, chunk: int, cache: FullCache) -> StoredText | None:
@@ -156,8 +152,7 @@ class KVStore:
         return None
 
     def add_state(self, name: str, part: str, tensors: Tensors) -> None:
-        """Store the tensors of a view (``View.state_name``) over a stored prefix, unless stored; they must not change
-        any more."""
+        """Store a view's tensors (``View.state_name``), no longer changing, with a stored prefix, unless stored."""
         beside = _part(name, part)
         if tensors:
             self._write(lambda: self._put(beside, tensor_areas(tensors), {}, after=name))
@@ -168,8 +163,8 @@ class KVStore:
         wait(jobs)
 
     def close(self, mark: Callable[[], str] | None = None) -> None:
-        """Finish pending writes and store nothing more; stored prefixes can still be found. ``mark`` recomputes the
-        fingerprint: if it differs, the model changed unnoticed, so files written since the store was opened are
+        """Finish pending writes and store nothing more; stored prefixes can still be found. If the fingerprint that
+        ``mark`` recomputes differs, the model changed unnoticed, so files written since the store was opened are
         removed."""
         self._closed = True
         self._writer.shutdown()
@@ -306,17 +301,15 @@ def _split(keys: str) -> Keys:
 
 
 class DiskLRU:
-    """Files by name: ``folder/.../group.safetensors`` or ``folder/.../group.part.safetensors``; a group is evicted
-    together.
+    """Files by name: ``folder/.../group.safetensors`` or ``folder/.../group.part.safetensors``; groups are evicted as a
+    whole.
 
     Args:
         folder: created if missing, for its owner alone.
         limit: maximum bytes on disk.
         expiry: seconds after their last use until files are removed; None to keep them.
 
-    Raises:
-        OSError: if the folder cannot be created or written.
-        NotImplementedError: without file locks.
+    Raises OSError if the folder cannot be created or written, NotImplementedError without file locks.
     """
 
     def __init__(self, folder: Path, limit: int, expiry: float | None = None) -> None:

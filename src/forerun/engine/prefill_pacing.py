@@ -1,8 +1,7 @@
 """How much prefill a step does alongside decoding rows, so that long prompts do not hold them up.
 
-A chunk costs more the longer its context, so the limit is a time, and each prompt has its own chunk length. A step with
-prefill may run ``STEPS_BESIDE`` times as long as one that only decodes. The excess is proportional to the prompt
-tokens, and sets the next step's.
+A chunk costs more the longer its context, so the limit is a time, and each prompt has its own chunk length. A step's
+seconds beyond one that only decodes are proportional to its prompt tokens, and set the next step's.
 """
 
 from __future__ import annotations
@@ -13,21 +12,19 @@ from collections.abc import Callable
 from statistics import median
 
 STEPS_BESIDE = 4.0
-"""A step with prefill may run as long as 4 that only decode. Less delays others less and the prompt more: in
-simulation, half as much lets others step nearly twice as fast, while a 4,000-token prompt needs 1.7 times as long."""
+"""A step with prefill may cost as much as 4 that only decode. Less delays others less and the prompt more: in
+simulation, half lets others step nearly twice as fast, while a 4,000-token prompt needs 1.7 times as long."""
 MIN_CHUNK_TOKENS = 16
 """Minimum prompt tokens of a step with prefill. A pass reads all keys and values whatever its chunk: after 60,000
 tokens of the bundled model, passes over 1, 8, 16, 32 and 256 cost 20, 21, 32, 57 and 412 ms, so from 16 on a token
-costs little more than in long passes. With 32, the slowest tokens of other rows wait half as long again, and the
-prefill is 6 % faster."""
+costs little more than in long passes. With 32, other rows' slowest tokens wait half as long again, and the prefill is 6
+% faster."""
 RECENT_STEPS = 32
 """Decode-only steps in the median. After as many steps with prefill, one goes without, to measure again."""
 MAX_CHANGE = 2.0
-"""Maximum ratio by which chunks grow or shrink per step, because one slow step says little. Doubling it changes nothing
-in simulation."""
+"""Maximum ratio by which chunks change per step: one slow step says little. Simulated with 4, nothing changes."""
 LEAST_USED = 0.5
-"""A step that used a smaller share of its limit does not raise it. Halving or doubling this changes nothing in
-simulation."""
+"""A step that used a smaller share of its limit does not raise it. In simulation, 0.25 and 1 change nothing."""
 
 
 class PrefillPacing:
@@ -69,10 +66,9 @@ class PrefillPacing:
         """Return how many prompt tokens the next step works on.
 
         Args:
-            tokens: the limit of the last step.
+            tokens: the limit of the last step, of which all prompts together used the share ``used``.
             extra: its seconds beyond a step that only decodes.
             most: the highest limit.
-            used: share of its limit that it used, all prompts together.
         """
         room = self.allowed - self.decoding
         if used < LEAST_USED and extra <= room:

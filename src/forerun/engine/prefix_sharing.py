@@ -64,8 +64,7 @@ def common(a: Keys, b: Keys) -> int:
 
 
 class _Kept(NamedTuple):
-    """A cached prefix: keys of its complete chunks, keys and values, the namespace that may use it, and its ids, a
-    thousandth of the size."""
+    """A cached prefix: keys of its complete chunks, keys and values, the namespace that may use it, and its ids."""
 
     keys: Keys
     beginning: SharedPrefix
@@ -74,9 +73,8 @@ class _Kept(NamedTuple):
 
 
 class PrefixCache:
-    """Prefixes of prompts, up to ``limit`` bytes; evicts the least recently used one of the largest tenant. Each
-    may keep a file open, so their number is at most half the limit of open files. Raises ValueError for a negative
-    limit."""
+    """Prefixes of prompts, up to ``limit`` bytes (0 or more, else ValueError), and at most half the limit of open
+    files, as each may keep one open; evicts the least recently used one of the largest tenant."""
 
     def __init__(self, limit: int = 0) -> None:
         if limit < 0:
@@ -180,8 +178,8 @@ class PrefixSharing:
     Args:
         store: returns prefixes on disk, or None. It is replaced after the model has changed.
         refresh: checks whether the model has changed; returns a number that changes with it.
-        anywhere: whether bits do not depend on where prompts are cut. Then prompts in memory are shared to the token,
-            and so are answers.
+        anywhere: whether bits do not depend on where prompts are cut; prompts in memory and answers are then shared to
+            the token.
     """
 
     def __init__(
@@ -259,8 +257,7 @@ class PrefixSharing:
                 self._keep(row, self._keys[row])
 
     def leave(self, row: BatchRow) -> None:
-        """Remove a row, and keep its answer and its views' state. Its followers start from what it prefilled and look
-        for another."""
+        """Remove a row, keeping its answer and views' state; followers start from its tokens and look for another."""
         self._leaders.pop(row, None)
         keys = self._keys.pop(row, ())
         if row in self._unkept:

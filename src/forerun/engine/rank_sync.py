@@ -20,9 +20,8 @@ from forerun.tensor_parallel.ranks import Follower, Leader
 def on_all_ranks(
     target: Scorer, requests: Sequence[Request], commits: Generator[Commit, None, None]
 ) -> Generator[Commit, None, None]:
-    """Run alike on all ranks, with equal ``requests``: rank 0 decides tokens, ends, statistics and seeds. Other
-    ranks do not start ``commits``; they yield one when rank 0 makes its next pass, and fail or are interrupted
-    with rank 0."""
+    """Run alike on all ranks, with equal ``requests``: rank 0 decides tokens, ends, statistics and seeds. Other ranks
+    do not start ``commits``; they yield one when rank 0 makes its next pass, and fail or are interrupted with it."""
     if isinstance(target, Follower):
         yield from _follow(target, requests)
     else:

@@ -26,8 +26,8 @@ class Commit:
         drafted: how many of them, from the first on, were accepted drafts.
         proposed: nodes of the draft that the step verified.
         seconds: duration of the step; of the first one, since admission.
-        text: the tokens as complete characters, from ``Engine.stream`` with a tokenizer; a character comes with its
-            last token. Joined, a request's texts are its output without special tokens.
+        text: the tokens as complete characters, from ``Engine.stream`` with a tokenizer; joined, the output without
+            special tokens.
     """
 
     request: Request = field(repr=False)

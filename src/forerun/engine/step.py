@@ -29,7 +29,6 @@ class BatchRow(Row):
     do not depend on the cuts, there may be more. The last chunk belongs to the row's first step, together with a tree.
 
     Attributes:
-        chunk: maximum tokens of a chunk.
         whole: whether all chunks but the last share one pass; see ``Scorer.reads_whole``.
         pass_tokens: maximum tokens of such a pass, a multiple of the chunk; None for no limit.
         fixed: whether each complete chunk is one pass, at any duration; see ``Scorer.prompt_chunk``.
@@ -95,11 +94,9 @@ class BatchRow(Row):
 
 @dataclass
 class StepSeconds:
-    """Where the time of an engine's steps went, all rows together, without overlap.
-
-    ``read`` is prefill, by target and drafter; a pass over prompts and drafts is split by tokens. ``propose``,
-    ``score`` and ``verify`` are drafting, passes over drafts, and verifying and committing.
-    """
+    """Where the time of an engine's steps went, all rows together, without overlap: prefill by target and drafter
+    (``read``), drafting, passes over drafts, and verifying and committing. A pass over prompts and drafts is split by
+    tokens."""
 
     read: float = 0.0
     propose: float = 0.0
@@ -132,7 +129,7 @@ class DecodingStep:
     """One pass for all rows, over a prompt chunk or a draft each.
 
     Args:
-        level: the target, which decides what is generated, and its sources.
+        level: the target and its sources.
         budget: maximum nodes of a row's tree, without the tokens that a grammar forces.
         closed: whether no rows replace those that end, so that the end of the last one counts.
     """
@@ -145,8 +142,8 @@ class DecodingStep:
     def __call__(
         self, decoding: Sequence[BatchRow], reading: Mapping[BatchRow, int], budgets: Mapping[int, int] = {}
     ) -> list[Commit]:
-        """Run the step over rows that decode (``decoding``) and rows in prefill (``reading``, with the tokens of their
-        next chunk); return a commit for each row that decodes and each row that failed."""
+        """Run the step over rows that decode, and rows in prefill with the tokens of their next chunk; return a commit
+        for each row that decodes and each row that failed."""
         began = time.perf_counter()
         limits, prompts = list[int](), sum(reading.values())
         for row in decoding:

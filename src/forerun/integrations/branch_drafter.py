@@ -17,7 +17,7 @@ from forerun.trie.trie import Draft, Trie, TrieConfig
 from forerun.trie.trie_store import TrieStore
 
 TREE_NODES_PER_TOKEN = 2
-"""Tree nodes per token of the drafted branch. Larger trees changed nothing in replays."""
+"""Tree nodes per token of the drafted branch; more changed nothing in replays."""
 PRIVATE_NAMESPACE_BYTES = 1 << 16
 """Capacity of a private namespace: its only request is indexed separately anyway."""
 NO_DRAFT = Draft.allocate(0)
@@ -61,8 +61,7 @@ class BranchDrafter:
             self._saving = weakref.finalize(self, keeper.close)  # also at interpreter exit
 
     def step(self, rows: Sequence[RowText], lengths: Sequence[int]) -> list[list[int]]:
-        """Index the new tokens and draft the next ones, at most ``lengths``; return token ids by row, or raise as
-        ``FollowedTexts.follow``."""
+        """Index the new tokens and draft the next ones, at most ``lengths``; return ids by row. Raises as ``trees``."""
         trees = self.trees(rows, [TREE_NODES_PER_TOKEN * length for length in lengths], lengths)
         return list(map(best_branch, trees))
 
@@ -73,8 +72,8 @@ class BranchDrafter:
         depths: Sequence[int],
         recycled: Sequence[RecycledRows] = (),
     ) -> list[Draft]:
-        """Index the new tokens and draft a tree per row, or raise as ``FollowedTexts.follow``. No node is less likely
-        than ``DraftSettings.least_probability``.
+        """Index the new tokens and draft a tree per row, without nodes below ``least_probability``; raise as
+        ``FollowedTexts.follow``.
 
         Args:
             nodes, depths: limits of each tree.
@@ -101,8 +100,7 @@ class BranchDrafter:
 
 
 def best_branch(draft: Draft) -> list[int]:
-    """Return the branch with the most expected accepted tokens. ``draft`` has parents first; no node is likelier than
-    its parent."""
+    """Return the branch with the most expected accepted tokens; parents come first and are no less likely."""
     expected, parents = draft.probability.tolist(), draft.parents.tolist()
     for node, parent in enumerate(parents):
         if parent >= 0:

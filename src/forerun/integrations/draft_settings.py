@@ -18,8 +18,7 @@ class DraftSettings:
         share: whether requests draft from each other's outputs. Without it, each drafts from its own tokens only.
         trie: a file to load, if it exists, and to save to; None saves nothing.
         save_seconds: delay from a change to its save; 0 only reads the file.
-        vocabulary: a name for what the token ids mean. A file saved under another name is refused; an empty name, on
-            either side, matches any.
+        vocabulary: a name for what the token ids mean; files with another name are refused, and an empty name fits any.
         capacity: bytes for shared outputs; when full, the oldest are dropped.
         least_probability: minimum estimated probability that the last drafted token is accepted.
     """
@@ -58,8 +57,7 @@ class DraftSettings:
 
     @classmethod
     def from_values(cls, values: object, **defaults: Any) -> DraftSettings:
-        """Make settings from a user's values, such as a JSON object; raise ValueError for anything but an object, an
-        unknown name, or a value that is not allowed."""
+        """Make settings from a user's values, as from JSON; raise ValueError for an unknown name or wrong value."""
         if not isinstance(values, Mapping):
             raise ValueError(f"Forerun's settings are {values!r}; allowed: an object of names and values")
         known = [field.name for field in fields(cls)]

@@ -22,9 +22,9 @@ Tokens = npt.NDArray[np.intc]
 class ForerunDraft(LlamaDraftModel):  # type: ignore[misc]  # the engine may be missing where types are checked
     """A draft model that proposes the trie's best branch and indexes one sequence at a time.
 
-    A sequence that is the last one, part of its draft, and one token continues that request. Any other sequence is a
-    new request: all but its last token is its prompt, which stays private to it. ``settings`` are those of
-    ``DraftSettings``; errors are those of ``BranchDrafter``.
+    A sequence that is the last one, part of its draft, and one token continues that request. Any other is a new
+    request, whose prompt, all but the last token, stays private to it. ``settings`` are ``DraftSettings``; errors those
+    of ``BranchDrafter``.
     """
 
     def __init__(self, draft_tokens: int = 10, **settings: Any) -> None:
@@ -33,7 +33,7 @@ class ForerunDraft(LlamaDraftModel):  # type: ignore[misc]  # the engine may be 
         self._text = self._draft = np.empty(0, np.intc)
 
     def __call__(self, input_ids: Tokens, /, **kwargs: Any) -> Tokens:
-        """Draft up to ``draft_tokens`` token ids, intc. ``input_ids`` is the sequence, intc ``[n]``, with its newest
+        """Draft up to ``draft_tokens`` token ids, intc, after ``input_ids``, intc ``[n]``, the sequence with its newest
         token. Raise ValueError, and index nothing, if a token is not in [0, 2**31)."""
         text = np.array(input_ids, np.intc)
         if not len(text):

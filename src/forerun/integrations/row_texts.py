@@ -1,8 +1,7 @@
 """The sequences in another engine's rows, step by step. Requests are recognised by their tokens alone.
 
-Engines reuse rows: between steps, a row may be given another request, requests move between rows, and request ids may
-be unknown. So a row continues a request only if its tokens are exactly that request's tokens followed by the new ones.
-Two requests with equal tokens are interchangeable.
+Engines reuse rows, requests move between them, and request ids may be unknown. So a row continues a request only if its
+tokens are exactly that request's followed by the new ones. Two requests with equal tokens are interchangeable.
 """
 
 from __future__ import annotations
@@ -42,8 +41,6 @@ class RowText:
 
 
 class _FollowedRequest:
-    """A running request and its tokens."""
-
     def __init__(self, number: int, text: npt.NDArray[np.integer[Any]]) -> None:
         self.number, self._length = number, len(text)
         self._tokens: Int32Array = np.empty(len(text) + INITIAL_TOKENS, np.int32)
@@ -92,7 +89,7 @@ class FollowedTexts:
         self.follow([])
 
     def _continued(self, rows: Sequence[RowText]) -> list[_FollowedRequest | None]:
-        """Find the request that each row continues. The request in the same row at the last step is tried first."""
+        """Find the request that each row continues, first the one in that row at the last step."""
         left = {place: request for place, request in enumerate(self._requests) if request is not None}
         continued: list[_FollowedRequest | None] = [None] * len(rows)
         for place, row in enumerate(rows):

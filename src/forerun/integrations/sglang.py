@@ -1,8 +1,8 @@
 """Forerun's trie as a speculative algorithm of SGLang: ``--speculative-algorithm FORERUN``.
 
 Written against SGLang 0.5.23, which calls ``register`` in each of its processes through the entry point group
-``sglang.srt.plugins``. The algorithm is SGLang's ``NGRAM`` with other drafts, so it answers as ``NGRAM`` wherever
-SGLang checks which algorithm runs.
+``sglang.srt.plugins``. The algorithm is SGLang's ``NGRAM`` with other drafts, and answers as ``NGRAM`` wherever SGLang
+checks which one runs.
 """
 
 from __future__ import annotations

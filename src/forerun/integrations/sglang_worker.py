@@ -1,7 +1,6 @@
 """Draft trees for SGLang's ``NGRAMWorker``, which verifies them; requests and logits are indexed.
 
-Written against SGLang 0.5.23. ``_prepare_draft_tokens`` returns the tokens and the ancestor mask of each row's tree.
-SGLang's kernel derives positions and the links for verification from the mask.
+Written against SGLang 0.5.23, whose kernel derives positions and the links for verification from the ancestor masks.
 """
 
 from __future__ import annotations
@@ -28,12 +27,13 @@ SETTINGS_VARIABLE = "FORERUN_SGLANG"
 
 
 class ForerunWorker(NGRAMWorker):  # type: ignore[misc]  # the engine may be missing where types are checked
-    """A worker that drafts the likeliest tree per row, and indexes all rows.
+    """A worker that drafts the likeliest tree per row, with ``speculative_num_draft_tokens`` nodes, and indexes all
+    rows.
 
-    Trees have ``speculative_num_draft_tokens`` nodes. Rows are recognised by their tokens (see ``FollowedTexts``).
-    Prompts stay private to their request. All requests share outputs, and the top tokens at each tree node, unless
-    ``share`` is false. With tensor parallelism no logits are kept: ranks must draft alike, but may order equal logits
-    differently. Raises ValueError for pipeline parallelism, and the errors of ``BranchDrafter``.
+    For their recognition, see ``FollowedTexts``. Prompts stay private to their request. All requests share outputs, and
+    the top tokens at each tree node, unless ``share`` is false. With tensor parallelism no logits are kept: ranks must
+    draft alike, but may order equal logits differently. Raises ValueError for pipeline parallelism, and as
+    ``BranchDrafter``.
     """
 
     def __init__(self, server_args: Any, gpu_id: int, nccl_port: int, target_worker: Any) -> None:
@@ -50,7 +50,7 @@ class ForerunWorker(NGRAMWorker):  # type: ignore[misc]  # the engine may be mis
         self._best: Any = None
 
     def forward_batch_generation(self, batch: Any, on_publish: Any = None, pp_proxy_tensors: Any = None) -> Any:
-        """Run a step. If it verified drafts, keep each node's top tokens on the device until the next step."""
+        """Run a step; keep each verified node's top tokens on the device until the next step."""
         verifies = batch.forward_mode.is_decode()
         result = super().forward_batch_generation(batch, on_publish, pp_proxy_tensors)
         if verifies and self._keeps_logits:

@@ -18,7 +18,7 @@ class VerifiedTree:
 
     Args:
         draft: its nodes, parents first, fewer than ``size``.
-        vocabulary: number of the model's tokens. Larger ids, as from another model's trie file, become 0.
+        vocabulary: number of the model's tokens; larger ids, as from another model's trie file, become 0.
     """
 
     def __init__(self, text: IntArray, draft: Draft, size: int, vocabulary: int) -> None:

@@ -1,9 +1,8 @@
 """Forerun's trie as a proposer of vLLM, whose ``speculative_config`` names it as its model.
 
-Written against vLLM 0.33. ``v1/spec_decode/custom_class_proposer.py`` creates it. The first of vLLM's two model
-runners, ``v1/worker/gpu_model_runner.py``, calls it after each step, when the rows already hold the new tokens. The
-second runner (``v1/worker/gpu``) accepts no external proposer: its own drafts are tensors on the device. vLLM chooses
-the first runner if an external proposer is named.
+Written against vLLM 0.33. ``v1/spec_decode/custom_class_proposer.py`` creates it. Of vLLM's two model runners,
+``v1/worker/gpu_model_runner.py`` calls it after each step, when the rows already hold the new tokens; vLLM chooses that
+one if an external proposer is named. The other (``v1/worker/gpu``) keeps drafts on the device and accepts none.
 """
 
 from __future__ import annotations
@@ -29,12 +28,10 @@ class ForerunProposer:
     """A proposer that drafts the best branch for each row of a batch, and indexes all rows.
 
     Rows are recognised by their tokens (see ``FollowedTexts``). Prompts stay private to their request. All requests of
-    the engine share their outputs in one namespace, unless ``share`` is false.
-
-    In ``vllm_config``, ``speculative_config.num_speculative_tokens`` is the maximum draft length;
-    ``additional_config["forerun"]`` may hold ``DraftSettings``, whose vocabulary is by default the tokenizer's name.
-    Raises ValueError for prompts that are not tokens and for vLLM's second model runner, and the errors of
-    ``BranchDrafter``.
+    the engine share their outputs in one namespace, unless ``share`` is false. In ``vllm_config``,
+    ``speculative_config.num_speculative_tokens`` is the maximum draft length; ``additional_config["forerun"]`` may hold
+    ``DraftSettings``, whose vocabulary is by default the tokenizer's name. Raises ValueError for prompts that are not
+    tokens and for vLLM's second model runner, and as ``BranchDrafter``.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -69,11 +66,9 @@ class ForerunProposer:
             num_tokens_no_spec: tokens of each row, including the new ones, int ``[at least rows]``.
             token_ids_cpu: the rows, int ``[at least rows, at least max_model_len]``; not read after a row's tokens.
 
-        Returns:
-            By row, up to ``num_speculative_tokens`` ids. The row, its draft and one more token fit ``max_model_len``.
-
-        Raises:
-            ValueError: if a row does not end with its new tokens, or a token id is invalid; nothing is indexed then.
+        Returns up to ``num_speculative_tokens`` ids by row; the row, its draft and one more token fit
+        ``max_model_len``. Raises ValueError, and indexes nothing, if a row does not end with its new tokens, or a token
+        id is invalid.
         """
         rows = []
         for row, sampled in enumerate(sampled_token_ids):

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 READ_BLOCK = 512
 ROLLBACK_TOKENS = 64
-"""Draft tokens that draft caches can roll back by default: more than the usual draft length."""
+"""Draft tokens that draft caches can roll back by default: more than usual drafts have."""
 MIN_SLACK_TOKENS = 512
-"""Minimum tokens beyond a window that are kept for rolling back: a prompt block, and more than a block of attention,
-which is read entirely if a window starts inside it."""
+"""Minimum tokens kept beyond a window for rolling back: a prompt block, and more than a block of attention, which is
+read entirely if a window starts inside it."""
 
 
 CACHE_OPERATIONS = ("begin_with", "blank", "commit", "prepare", "share", "skip", "sync", "truncate", "verified")
@@ -40,8 +40,7 @@ OperationLog = Callable[["Cache", str, tuple[Any, ...], object], None]
 
 @dataclass(frozen=True)
 class LayerShape:
-    """One layer's keys and values of a token: KV heads, key and value size, bytes per number; window as
-    ``AttentionSpec``."""
+    """One layer's KV heads, key and value size, bytes per number, and window (see ``AttentionSpec``)."""
 
     heads: int
     dim: int
@@ -67,7 +66,7 @@ class KVShape:
         return sum(layer.nbytes for layer in self.layers.values())
 
     def released(self, tokens: int) -> int:
-        """Return the maximum bytes of ``tokens`` tokens, if layers release keys outside of their windows."""
+        """Return the maximum bytes of ``tokens`` tokens if layers release keys outside of their windows."""
         return sum(
             layer.nbytes * (tokens if layer.window is None else min(tokens, most_rows(layer.window)))
             for layer in self.layers.values()
@@ -81,8 +80,8 @@ class Addresses:
     Attributes:
         layers: addresses of the keys and values of each layer that has any, int64 ``[layers, 2]``.
         place: index of the block's first token in this memory. The block sees all tokens before it.
-        topk: one row of ``TopkFields`` per layer, int64, with 0 in the fields that depend on the pass. None if queries
-            select no chunks.
+        topk: ``TopkFields`` by layer, int64, with 0 in the fields that depend on the pass; None if queries select no
+            chunks.
     """
 
     layers: IntArray
@@ -95,8 +94,8 @@ class Cache(ABC):
     """Keys and values of one row's committed tokens, and attention over them.
 
     A forward pass calls ``store`` once per layer, which writes the block's keys and values as a speculative tail, and
-    attends to the result. ``commit`` keeps the accepted part of the tail; without it, a pass has no effect. A cache
-    with another kind of attention overrides ``attend`` instead.
+    attends to the result. ``commit`` keeps the accepted part; without it, a pass has no effect. A cache with another
+    kind of attention overrides ``attend`` instead.
     """
 
     length: int
@@ -106,7 +105,7 @@ class Cache(ABC):
     synced: int = 0
     """Tokens that a view's source had committed at the last ``sync``; later ones are speculative."""
     log: OperationLog | None = None
-    """Called after each of ``CACHE_OPERATIONS``, unless nested, so that a cache in another process can repeat it."""
+    """Called after each outermost of ``CACHE_OPERATIONS``, so that a cache in another process can repeat it."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -116,8 +115,7 @@ class Cache(ABC):
 
     @property
     def full(self) -> FullCache | None:
-        """This cache, if it holds all tokens of its sequence in place; else None. Passes read and write such a cache
-        layer by layer, and record queries for sparse views."""
+        """This cache, if it holds all tokens in place for passes to read and write layer by layer; else None."""
         return None
 
     @property
@@ -131,20 +129,19 @@ class Cache(ABC):
         return False
 
     def prepare(self, tokens: int) -> bool:
-        """Do part of a view's first ``sync``, in about the time of the target's prefill of ``tokens`` tokens; return
-        whether all is done."""
+        """Do part of a view's first ``sync``, in about the time of ``tokens`` tokens' prefill; return whether done."""
         return True
 
     def sync(self) -> None:  # noqa: B027
         """Drop a view's speculative tokens, and follow its source."""
 
     def verified(self, rows: Sequence[int], drafted: int, accepted: int) -> None:  # noqa: B027
-        """Report that the source has verified and committed a draft made with this view; ``rows`` are indices of the
-        accepted tokens' queries in ``source.queries``."""
+        """Report that the source has committed a draft of this view; ``rows`` index ``source.queries`` of accepted
+        tokens."""
 
     @property
     def position(self) -> int:
-        """The position that the model sees for the next block's first token, if the cache renumbers tokens."""
+        """The next block's first position for the model, if the cache renumbers tokens."""
         return self.length
 
     def store(
@@ -153,8 +150,8 @@ class Cache(ABC):
         """Write a block's keys and values; arguments as for ``attend``.
 
         Returns:
-            Keys and values that the block attends to, in order, its own last: ``[1, Hkv, m, d]`` and ``[1, Hkv, m,
-                dv]``. The layer's window measures distances in them. None if only ``attend`` can compute the attention.
+            Keys and values that the block attends to, its own last: ``[1, Hkv, m, d]`` and ``[1, Hkv, m, dv]``. The
+                layer's window measures distances in them. None if only ``attend`` can compute the attention.
         """
         return None
 
@@ -182,14 +179,13 @@ class Cache(ABC):
     def addressed(self, layers: Sequence[int], like: torch.Tensor, count: int) -> Addresses | None:
         """Make room for a block of ``count`` tokens, whose keys and values kernels write and attend to.
 
-        ``like`` are keys of any tokens, ``[1, Hkv, m, d]``; values have their shape and type. Return None if only
-        ``attend`` can compute the attention.
+        ``like`` are any keys, ``[1, Hkv, m, d]``; values have their shape and type. None if only ``attend`` can do it.
         """
         return None
 
     def next_read(self, goal: int) -> int:
-        """Return how many tokens to prefill next on the way to a length of ``goal``: at least 1 while ``length <
-        goal``. A cache may first skip tokens that it would evict anyway, which increases ``length``."""
+        """Return how many tokens to prefill next on the way to a length of ``goal``, at least 1 until then. A cache may
+        first skip tokens that it would evict anyway, which increases ``length``."""
         return goal - self.length
 
     @abstractmethod
@@ -238,8 +234,8 @@ def append(rows: Rows | None, new: Rows, held: int, capacity: int, first: int = 
 
 
 def reserve(rows: Rows | None, like: Rows, held: int, end: int, capacity: int, first: int = 0) -> Rows:
-    """Return rows with room for ``end`` tokens: these, or a new buffer like ``like`` for ``capacity`` tokens with their
-    first ``held``. Rows before ``first`` are unused and not copied."""
+    """Return rows with room for ``end`` tokens: these, or a new buffer like ``like`` for ``capacity`` tokens with the
+    first ``held``. Rows before ``first`` are not copied."""
     if rows is not None and rows[0].shape[2] >= end:
         return rows
     grown = tuple(t.new_empty(*t.shape[:2], max(capacity, end), *t.shape[3:]) for t in like)
@@ -286,16 +282,14 @@ def slack(window: int) -> int:
 
 
 def most_rows(window: int) -> int:
-    """Return the maximum rows of a layer: it grows by its slack before it releases as much, and then a block may
-    come."""
+    """Return a layer's maximum rows: it grows by its slack, then releases as much; a block may come before that."""
     return window + 2 * slack(window) + MIN_SLACK_TOKENS
 
 
 def release(rows: Rows, first: int, last: int, file: bool) -> None:
     """Return the complete pages of rows ``first`` to before ``last`` to the operating system (``madvise``).
 
-    They stay in the cache's memory, read as zeros, so that kernels and indices stay valid. ``file``: the memory is a
-    file that only this process reads.
+    They stay mapped and read as zeros, so that kernels and indices stay valid. ``file``: whether it is a private file.
     """
     advice = mmap.MADV_REMOVE if file else mmap.MADV_DONTNEED
     for t in rows:

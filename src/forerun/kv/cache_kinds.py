@@ -14,7 +14,7 @@ from forerun.kv.streaming import Rotation, StreamingCache
 
 
 class CacheParts(NamedTuple):
-    """A cache's kind (a name in ``_KINDS``), and its parts: plain values, and a view's source."""
+    """A cache's kind in ``_KINDS``, and its parts: plain values, and a view's source."""
 
     kind: str
     values: Sequence[Any]
@@ -29,7 +29,7 @@ def parts_of(cache: Cache) -> CacheParts:
 
 
 def made_of(parts: CacheParts, rotation: Rotation | None) -> Cache:
-    """Make a cache from ``parts_of``; raise ValueError if it needs the rotation of keys, and that is None."""
+    """Make a cache from ``parts_of``; raise ValueError if it needs a rotation and that is None."""
     return _KINDS[parts.kind].make(parts.values, rotation)
 
 

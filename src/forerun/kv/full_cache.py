@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from forerun.kv.view import View
 
 MIN_GROWTH_TOKENS = 256
-"""Minimum growth of the cache."""
 SAMPLED_QUERIES = 128
 """Maximum queries kept of a block's pending tokens: as many as a wide head has dimensions."""
 
@@ -32,10 +31,9 @@ class FullCache(Cache):
 
     Args:
         capacity: initial room in tokens; memory is touched only as it fills.
-        shareable: allocate memory that other caches can start from without a copy (on a CPU), because prompts are
-            likely to share this prefix.
-        releases: release the memory of keys outside of sliding windows (on a CPU, under Linux). The sequence can then
-            not be truncated to every length, nor all its prefixes be shared; see ``least``.
+        shareable: use memory that other caches can start from without a copy (on a CPU).
+        releases: release the memory of keys outside of sliding windows (on a CPU, under Linux). Then not every length
+            can be truncated to, nor every prefix shared; see ``least``.
     """
 
     offloaded = False
@@ -56,11 +54,10 @@ class FullCache(Cache):
         self._layers: dict[int, Rows] = {}
         self._store: torch.Tensor | None = None  # if all layers have one shape: [layers, 2, Hkv, capacity, d]
         self.queries: dict[int, torch.Tensor] = {}
-        """Queries of the last pass by layer, ``[1, H, n, d]``: up to ``SAMPLED_QUERIES`` of the pending tokens,
-        evenly spaced up to the last, and those of all tree nodes. Sparse caches select keys by them. Empty after
-        truncation."""
+        """Queries of the last pass by layer, ``[1, H, n, d]``, by which sparse caches select: up to ``SAMPLED_QUERIES``
+        of the pending tokens, evenly spaced up to the last, and all tree nodes'. Empty after truncation."""
         self.sample: dict[int, torch.Tensor] = {}
-        """Queries of the last pass with ``SAMPLED_QUERIES``, or else of the longest pass. Truncation keeps them."""
+        """Queries of the last pass with ``SAMPLED_QUERIES``, or else of the longest; truncation keeps them."""
         self.specs: Mapping[int, AttentionSpec] = {}
         self.views: WeakSet[View] = WeakSet()
         """Sparse caches over this one that are in use."""
@@ -82,7 +79,7 @@ class FullCache(Cache):
         return keys[:, :, :end], values[:, :, :end]
 
     def begin_pass(self, specs: Mapping[int, AttentionSpec]) -> None:
-        """Set each layer's attention parameters for a pass without ``store``. Requested queries follow."""
+        """Set each layer's attention parameters for a pass without ``store``; requested queries follow."""
         self.specs, self.queries = specs, {}
 
     def record_queries(self, layer: int, q: torch.Tensor, block: Block, spec: AttentionSpec | None = None) -> None:
@@ -99,8 +96,7 @@ class FullCache(Cache):
             self.sample[layer] = kept[:, :, :count]
 
     def wants_queries(self, block: Block) -> bool:
-        """Return whether to record a pass's queries: in a prefill, if no pass had more, or if a view selects by
-        them."""
+        """Return whether to record a pass's queries: in a prefill, if no pass had more, or if a view needs them."""
         known = next(iter(self.sample.values()), None)
         more = known is None or len(block) >= known.shape[2]
         return len(block.pending) > 1 or more or any(view.uses_queries for view in self.views)
@@ -125,11 +121,8 @@ class FullCache(Cache):
     def reserve(self, layers: Sequence[int], like: torch.Tensor, count: int) -> torch.Tensor:
         """Make room for ``count`` tokens after the committed ones, in all layers; see ``Cache.addressed``.
 
-        Returns:
-            ``[layers, 2, Hkv, capacity, d]``: keys, then values. Rows from ``length`` on are speculative.
-
-        Raises:
-            ValueError: if the cache holds rows of another shape or type.
+        Returns ``[layers, 2, Hkv, capacity, d]``: keys, then values; rows from ``length`` on are speculative. Raises
+        ValueError if the cache holds rows of another shape or type.
         """
         end, store = self.length + count, self._store
         if store is None or store.shape[3] < end or store.dtype != like.dtype:
@@ -261,8 +254,8 @@ class FullCache(Cache):
         self.length += max(count)
 
     def share(self, length: int) -> SharedPrefix:
-        """Return the first ``length`` committed tokens for other caches to start from; raise ValueError if fewer are
-        committed. This cache continues in the same memory."""
+        """Return the first ``length`` tokens for other caches to start from, while this one continues in the same
+        memory; raise ValueError if fewer are committed."""
         if not 0 < length <= self.length:
             raise ValueError(f"length is {length}; it must be between 1 and {self.length}")
         if self._prefix_length < length and self.grow_prefix() is None:
@@ -274,8 +267,7 @@ class FullCache(Cache):
         return self._prefix
 
     def grow_prefix(self) -> SharedPrefix | None:
-        """Append the tokens after the prefix that this cache started from to the prefix's memory, and return the longer
-        prefix; None if that would need a copy of the prefix."""
+        """Append this cache's tokens to its prefix's memory; return that prefix, or None if this would need a copy."""
         prefix = self._prefix
         if prefix is None or self._prefix_length < prefix.length:
             return None
@@ -288,7 +280,7 @@ class FullCache(Cache):
 
     @property
     def shared_length(self) -> int:
-        """Number of first tokens in the prefix that this cache started from or shared."""
+        """Tokens in the prefix that this cache started from or shared."""
         return self._prefix_length
 
     def _described(self, prefix: SharedPrefix) -> SharedPrefix:
@@ -297,8 +289,8 @@ class FullCache(Cache):
         return prefix
 
     def begin_with(self, prefix: SharedPrefix, length: int) -> None:
-        """Replace the content by the first ``length`` tokens of a shared prefix; with recurrent layers, up to their
-        last snapshot. Do nothing if that is no more than the cache holds, or less than the prefix's ``least``."""
+        """Replace the content by the first ``length`` tokens of a prefix; with recurrent layers, up to their last
+        snapshot. Do nothing if the cache holds as many, or the prefix's ``least`` is more."""
         states = None
         if self.stateful:
             states = self._recurrent.beginning(prefix.state(RECURRENT_STATES) or {}, length)
@@ -323,7 +315,7 @@ class FullCache(Cache):
             self._hold(list(self._layers), first.as_strided(shape, strides, first.storage_offset()))
 
     def saved_state(self, name: str) -> tuple[Tensors, int]:
-        """Return what this view saved with the shared prefix, or nothing, and how many prefix tokens this cache has."""
+        """Return a view's saved state in the prefix, or nothing, and how many prefix tokens this cache has."""
         found = self._prefix.state(name) if self._prefix is not None and self._prefix_length else None
         return (found, self._prefix_length) if found else ({}, 0)
 

@@ -1,9 +1,9 @@
 """Tensors in a safetensors file that is mapped, not read: a prefix's keys and values, and the state of views.
 
-Any safetensors reader can open it. In addition, the data start on a page, so that they can be mapped; each head has
-room after its tokens (a hole, without disk space), so that a cache can use the mapping as its memory; and the header
-has checksums of every run of bytes written, and of itself. CRC-32 detects damage, at 3.5 GB/s per core. Against
-tampering, a key selects HMAC (SHA-256), at some 1 GB/s.
+Any safetensors reader can open it. The data start on a page, so that they can be mapped; each head has room after its
+tokens (a hole, without disk space), so that a cache can use the mapping as its memory; and the header has checksums of
+every run of bytes written, and of itself. CRC-32 detects damage, at 3.5 GB/s per core. Against tampering, a key selects
+HMAC (SHA-256), at some 1 GB/s.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class DamagedFileError(ValueError):
 
 
 class Area(NamedTuple):
-    """A tensor, and its shape in the file, which may have room in dimension 2."""
+    """A tensor, and its shape in the file, with room in dimension 2."""
 
     name: str
     tensor: torch.Tensor
@@ -88,7 +88,7 @@ def tensor_areas(tensors: Tensors) -> list[Area]:
 def write(file: int, areas: Sequence[Area], metadata: Mapping[str, str], key: bytes | None = None) -> None:
     """Fill an empty file with CPU tensors; the start of the header, written last, marks it as complete.
 
-    ``metadata`` goes into the header. Checksums use ``key``, or CRC-32 without one. Raise OSError, as for a full disk.
+    ``metadata`` goes into the header. Checksums use ``key``, or CRC-32 without one. Raises OSError, as for a full disk.
     """
     runs = [(begin + at, rows.contiguous()) for begin, _, area in _placed(areas) for at, rows in area.runs()]
     size = sum(area.nbytes for area in areas)
@@ -105,7 +105,7 @@ def inode_of(file: int) -> tuple[int, int]:
 
 
 def _checksum(pieces: Iterable[bytes | memoryview], key: bytes | None) -> str:
-    """Return the hexadecimal checksum of bytes in pieces. Its length depends only on whether there is a key."""
+    """Return the hexadecimal checksum of bytes in pieces, whose length depends only on whether there is a key."""
     if key is None:
         total = 0
         for piece in pieces:

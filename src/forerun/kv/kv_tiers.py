@@ -1,7 +1,7 @@
 """Memory tiers for the keys and values of full caches: the device, the host's memory, and a file.
 
-The device is filled first. A cache that does not fit is offloaded (``offloaded.py``): as many layers as fit stay on the
-device, the others go to the host's memory, or to a file if that is full too.
+The device is filled first. Of a cache that does not fit, as many layers as fit stay there, the others go to the host's
+memory, or to a file if that is full too (``offloaded.py``).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from forerun.kv.offloaded import BUFFERS, CopyEngine, OffloadedCache, OffloadErr
 from forerun.kv.shared_prefix import Kind, Layout, aligned
 
 TIERS = ("device", "host", "file")
-"""Memory tiers, in the order in which they are filled."""
+"""Memory tiers, in the order in which they fill."""
 
 
 @dataclass(frozen=True)
 class KVMemory:
-    """How much memory all full caches of an engine may use.
+    """How much memory all full caches of an engine may use; raise ValueError for a value out of range.
 
     Attributes:
         device: bytes on the device that computes.
@@ -43,9 +43,6 @@ class KVMemory:
         folder: for files with what fits in neither; None for no files.
         bandwidth: bytes per second between the device and the other tiers, to simulate a slower link; on a CPU.
         file: bytes of all files in the folder together; None for no limit but the disk's.
-
-    Raises:
-        ValueError: for a value out of range.
     """
 
     device: int
@@ -77,7 +74,7 @@ class Placement:
     """Which tiers hold a sequence's keys and values.
 
     Attributes:
-        on_device: whether all of it is on the device, in a cache that is not offloaded.
+        on_device: whether all of it is on the device, not offloaded.
         layers: by tier, if offloaded.
         nbytes: by tier; on the device with the buffers.
     """
@@ -116,15 +113,12 @@ def place(
     reserve: DeviceReserve = NO_RESERVE,
     host_size: Callable[[int], int] = int,
 ) -> Placement:
-    """Choose the tiers for the layers of a sequence.
+    """Choose the tiers for the layers of a sequence; raise NoRoomError, with the numbers, if it fits nowhere.
 
     Args:
         taken: bytes in use, by tier.
         tokens: of the sequence at its longest, drafts included.
         host_size: bytes that an allocation of this size uses on the host.
-
-    Raises:
-        NoRoomError: if it fits nowhere; with the numbers.
     """
     left = memory.device - taken["device"] - reserve.needed
     for spare in dict.fromkeys((reserve.wanted, 0)):
@@ -224,12 +218,10 @@ class Tiers:
     def cache(
         self, tokens: int, shareable: bool = False, releases: bool = False, reserve: DeviceReserve | None = None
     ) -> FullCache:
-        """Return a cache with room for ``tokens`` tokens, drafts included; for arguments see ``FullCache`` and
-        ``place``. Offloaded caches release nothing.
+        """Return a cache with room for ``tokens`` tokens, drafts included (arguments: ``FullCache``, ``place``).
+        Offloaded caches release nothing.
 
-        Raises:
-            NoRoomError: if it fits nowhere.
-            OffloadError: if its file cannot be created.
+        Raises NoRoomError if it fits nowhere, OffloadError if its file cannot be created.
         """
         with self._lock:
             placed = place(self.memory, self._collect(), self.shape, tokens, reserve or NO_RESERVE, self._host_size)

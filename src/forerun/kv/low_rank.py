@@ -1,8 +1,8 @@
 """A sparse cache in which every query selects its own chunks, by low-dimensional keys.
 
-TriForce's retrieval cache selects chunks for coming tokens by earlier queries. That is too late for a sequence that
-jumps between distant places. Here every query scans all keys, in 24 dimensions of one byte each (1/21 of a key and its
-value in float32), and attends to the chunks with the best keys, in place in the target's cache. Keys are close to a
+TriForce's retrieval cache selects chunks for coming tokens by earlier queries: too late for a sequence that jumps
+between distant places. Here every query scans all keys, in 24 dimensions of one byte each (1/21 of a key and its value
+in float32), and attends to the chunks with the best keys, in place in the target's cache. Keys are close to a
 low-dimensional space (Loki, Singhania et al. 2024, arXiv 2406.02542); the one chosen here best preserves the products
 of queries and keys, not the keys. A chunk scores as high as its best key. Means, and bounds by the extremes of each
 dimension (Quest, Tang et al. 2024, arXiv 2406.10774), miss the single key that a head copies from.
@@ -58,7 +58,7 @@ SAMPLED_KEYS = 2048
 
 @dataclass(frozen=True)
 class LowRankConfig:
-    """What a query sees.
+    """What a query sees; raise ValueError for a value out of range.
 
     Attributes:
         budget: maximum tokens that a query sees; it sees all of a shorter sequence. In a longer one, each query of a
@@ -66,9 +66,6 @@ class LowRankConfig:
             group selects its chunks of 16 tokens together, never more than the budget. The first chunk is always seen.
         window: most recent tokens, always seen; at most 1/8 of the budget.
         rank: dimensions of the keys that queries select by.
-
-    Raises:
-        ValueError: for a value out of range.
     """
 
     budget: int = 4096
@@ -177,7 +174,7 @@ class LowRankCache(ChunkedView):
         return addresses_of(near, place, self._topk_table(layers, source))
 
     def _topk_table(self, layers: Sequence[int], source: Addresses) -> IntArray:
-        """Return one row of ``TopkFields`` per layer, cached until the index or the source's memory may move."""
+        """Return ``TopkFields`` by layer, cached until the index or the source's memory may move."""
         known = self._table
         if known is None or known[0] is not source.layers:
             k_strides, v_strides = source.strides[:2], source.strides[2:]
@@ -187,7 +184,7 @@ class LowRankCache(ChunkedView):
         return known[1]
 
     def _topk_fields(self, layer: int, k: tuple[int, int, int], v: tuple[int, int, int]) -> TopkFields:
-        """Return what a layer's queries select from, given where all keys and values are, as by ``head_rows``."""
+        """Return what a layer's queries select from; for ``k`` and ``v``, all keys and values, see ``head_rows``."""
         chunks = self._tail // CHUNK_KEYS
         if self.choosing(layer):
             return TopkFields(chunks, self.slots(layer), *self._indexes[layer].addresses, *k, *v)
@@ -196,8 +193,8 @@ class LowRankCache(ChunkedView):
     def _attend_fetched(
         self, layer: int, q: torch.Tensor, near: Rows, block: Block, spec: AttentionSpec
     ) -> torch.Tensor:
-        """Attend to each query's chunks and its recent tokens, query by query, copying only missing chunks that could
-        have some weight from the offloaded source."""
+        """Attend to each query's chunks and its recent tokens, query by query, copying from the offloaded source only
+        missing chunks that could have some weight."""
         worth, held = self.worth(layer, q), self.near
         beside = worth[:: self._indexes[layer].group]
         beside[..., 0] = torch.inf  # the first chunk is always seen
@@ -242,8 +239,8 @@ class LowRankCache(ChunkedView):
     def worth(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """Score each chunk for each of the queries ``[1, H, n, d]``, float32 ``[H, n, chunks]``.
 
-        The queries of a group select together, because what one reads costs the others nothing. A chunk's score for a
-        query is relative to that query's best chunk; for the group, it is the largest of these.
+        A group's queries select together, because what one reads costs the others nothing: a chunk's score is its
+        largest for any of them, relative to that query's best chunk.
         """
         found, group = self._indexes[layer].worth(q[0]), self._indexes[layer].group
         if group == 1:
@@ -265,8 +262,7 @@ class LowRankCache(ChunkedView):
         return tuple(t[:, :, :end] for t in near)
 
     def _reserve(self, layer: int, like: Rows, place: int, end: int) -> Rows:
-        """Return a buffer of recent tokens with room for ``end`` and a chunk more; rows from ``place`` on may be
-        lost."""
+        """Return a buffer of recent tokens with room for ``end`` and a chunk more, without rows from ``place`` on."""
         before = self._near.get(layer)
         room = end + CHUNK_KEYS
         near = self._near[layer] = reserve(before, like, place, room, room + NEAR_GROWTH_TOKENS)
@@ -415,8 +411,8 @@ class RecentChunks:
         self._slots: Rows = ()  # [Hkv, slots, chunk, d]
 
     def hold(self, best: torch.Tensor, wanted: torch.Tensor, known: int, source: FullCache, layer: int) -> None:
-        """Load those of the chunks ``best`` ``[Hkv, slots]``, among a layer's first ``known``, that are ``wanted``,
-        bool ``[Hkv, slots]``; the first call loads all."""
+        """Load the ``wanted``, bool ``[Hkv, slots]``, of the chunks ``best`` ``[Hkv, slots]`` among a layer's first
+        ``known``; the first call loads all."""
         if self._held.shape != best.shape:
             heads, count = best.shape
             head = torch.arange(heads, device=best.device).repeat_interleave(count)

@@ -1,8 +1,8 @@
 """A full cache whose keys and values do not all fit on the device (TriForce, section 5.3: offloading).
 
 The first layers stay on the device, the others are in host memory or a file. A pass fetches them layer by layer into
-two alternating buffers: while one layer is computed, the next is prefetched. Only new rows are written back. The
-buffers are in sequence order, as a full cache is, so a pass has the same bits.
+two alternating buffers, prefetching the next while one is computed, and writes only new rows back. The buffers are in
+sequence order, as a full cache is, so a pass has the same bits.
 
 Copies run in parallel with the computation, in the order of requests. On a CPU a thread copies piece by piece, and lets
 urgent copies pass in between. On CUDA a copy stream does, ordered with the computing stream by events; nothing waits
@@ -42,7 +42,7 @@ class OffloadError(OSError):
 
 
 class PendingCopy(Protocol):
-    """A requested copy. All methods raise ``OffloadError`` if it failed."""
+    """A requested copy; all methods raise ``OffloadError`` if it failed."""
 
     def wait(self) -> None:
         """Make all later computation wait for the copy."""
@@ -189,8 +189,8 @@ def size(parts: Parts) -> int:
 
 
 def by_head(to: torch.Tensor, source: torch.Tensor) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    """Split a copy ``[1, Hkv, n, d]`` into contiguous parts: each head's rows, or everything. Between a GPU and the
-    host, torch copies anything else through unpinned memory, many times slower, while the calling thread waits."""
+    """Split a copy ``[1, Hkv, n, d]`` into contiguous parts: heads, or everything. Between a GPU and the host, torch
+    copies anything else through unpinned memory, many times slower, while the thread waits."""
     if to.is_contiguous() and source.is_contiguous():
         return ((to, source),)
     return zip(to.flatten(0, 1), source.flatten(0, 1), strict=True)
@@ -247,13 +247,8 @@ class OffloadedCache(FullCache):
         self._rows, self.offloaded_layers, self._buffers, self._writes = {}, [], [], []
 
     def fetch_layer(self, layer: int, count: int) -> Rows:
-        """Return a layer's rows on the device, with room for ``count`` after the committed ones, and prefetch the next
-        layer.
-
-        Raises:
-            ValueError: if there is no room.
-            OffloadError: if a copy failed.
-        """
+        """Return a layer's rows as ``FullCache`` does, and prefetch the next layer. Raises ValueError if there is no
+        room, OffloadError if a copy failed."""
         self._check_room(count)
         if layer not in self._rows:
             return self._layers[layer]

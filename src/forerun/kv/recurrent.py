@@ -1,11 +1,10 @@
 """States of recurrent layers, which replace keys and values.
 
 A state cannot be truncated as keys can. So a row keeps a state, older states at fixed positions (snapshots), and the
-inputs of recent tokens. The next pass replays the accepted path from its inputs, and ``truncate`` replays from a
-snapshot. A state per tree node would need megabytes per layer; inputs need kilobytes.
+inputs of recent tokens: kilobytes, where a state per tree node would need megabytes per layer. The next pass replays
+the accepted path from its inputs, and ``truncate`` replays from a snapshot.
 
-A token's state follows from its predecessor's, so its bits do not depend on how the sequence was cut into passes, or
-which snapshot it continued from.
+A token's state follows from its predecessor's, so its bits do not depend on where passes or snapshots cut the sequence.
 """
 
 from __future__ import annotations
@@ -25,13 +24,12 @@ from forerun.kv.shared_prefix import Tensors
 SNAPSHOT_TOKENS = 64
 """Snapshots are at multiples of this many tokens: the granularity of prefix sharing."""
 MAX_SNAPSHOTS = 8
-"""Maximum snapshots per row: some where messages start, the others at equal distances; if those are too many, every
-second one is dropped. The last two multiples of ``SNAPSHOT_TOKENS`` are kept besides, so that a row can always go back
-that many tokens."""
+"""Maximum snapshots per row: some where messages start, the others at equal distances; of too many, every second is
+dropped. The last two multiples of ``SNAPSHOT_TOKENS`` are kept besides, so that a row can always go back that far."""
 FIRST_TURNS, LAST_TURNS = 2, 4
 """Snapshots where messages start: after the system prompt and tools, and in the last turns, where prompts change."""
 KEPT_INPUTS = 3 * SNAPSHOT_TOKENS
-"""Minimum inputs kept, in tokens: from the last snapshot but one on, and those of an accepted path."""
+"""Minimum inputs kept, in tokens: those after the last snapshot but one, and of an accepted path."""
 MAX_INPUTS = 4 * KEPT_INPUTS
 """A larger buffer was made for a prompt, and is freed in the next short pass."""
 CONVOLUTION_KIND, STATE_KIND = "convolution", "state"
@@ -49,8 +47,7 @@ def check_type(held: torch.dtype, new: torch.dtype) -> None:
 
 @dataclass
 class _Inputs:
-    """Inputs of one recurrence, a row per token, ``[capacity, width]``, from position ``first`` on. An output depends
-    on the ``before`` inputs before it."""
+    """Inputs of one recurrence, ``[capacity, width]``, from token ``first`` on; outputs need ``before`` earlier."""
 
     rows: torch.Tensor
     first: int
@@ -65,8 +62,7 @@ class _Inputs:
         self.reserve(len(new), read, end, new).copy_(new)
 
     def reserve(self, count: int, read: int, end: int, like: torch.Tensor) -> torch.Tensor:
-        """Make room for ``count`` rows from position ``end`` on; keep all rows after the ``read`` tokens in the
-        states."""
+        """Make room for ``count`` rows from position ``end`` on; keep all rows after the ``read`` tokens."""
         check_type(self.rows.dtype, like.dtype)
         place = end - self.first
         if place + count > len(self.rows) or (len(self.rows) > MAX_INPUTS and count <= KEPT_INPUTS):
@@ -86,7 +82,7 @@ class _Inputs:
 
 @dataclass
 class _State:
-    """One recurrence's state, memory for the next one, and the states saved by a pass, by position."""
+    """One recurrence's state, memory for the next, and states saved by a pass, by position."""
 
     now: torch.Tensor | None = None
     spare: torch.Tensor | None = None
@@ -130,7 +126,7 @@ class RecurrentStates:
         self._plan: _BlockPlan | None = None
 
     def __bool__(self) -> bool:
-        """Whether a pass has used it."""
+        """Return whether a pass has used it."""
         return bool(self._inputs)
 
     def keep_at(self, positions: Sequence[int]) -> None:
@@ -150,8 +146,7 @@ class RecurrentStates:
         return convolve(inputs.part(self.length - before, end), weights, bias, plan.parents[before], before)
 
     def history(self, layer: int, before: int, like: torch.Tensor, block: Block) -> int:
-        """Return the address of a convolution's inputs: those of ``before`` tokens, then room for the block's. ``like``
-        are inputs of any tokens, ``[m, C]``."""
+        """Return the address of ``before`` tokens' inputs, then room for the block's; ``like``: any, ``[m, C]``."""
         self._planned(block)
         inputs = self._convolved(layer, before, like)
         room = inputs.reserve(len(block), self._position, self.length, like)
@@ -202,8 +197,8 @@ class RecurrentStates:
         self._thin_out()
 
     def truncate(self, length: int) -> int:
-        """Drop tokens from ``length`` on, and more if no state between old snapshots is left; return the tokens left:
-        ``length`` if at most ``SNAPSHOT_TOKENS`` were dropped, else ``length`` or the last snapshot before it."""
+        """Drop tokens from ``length`` on and return the tokens left: ``length`` if at most ``SNAPSHOT_TOKENS`` were
+        dropped, else ``length`` or the last snapshot before it."""
         self._plan, length = None, min(length, self.length)
         if length < self._position:
             snapshot = max((position for position in self._snapshots if position <= length), default=self._origin)

@@ -1,9 +1,9 @@
 """TriForce's retrieval cache (sections 4.1 and 4.2): the chunks of a context that matter now, within a fixed budget.
 
-A chunk's score is query . mean key, per layer and KV head, summed over the query heads of a group. The best chunks are
-copied from the full cache, always including the first (the attention sink), followed by the most recent tokens, into
-one dense buffer, so attention is one kernel without a mask. Unlike the authors' code it maintains itself: chunk means
-are updated incrementally, chunks are selected again as the sequence grows, and only changed ones are copied.
+A chunk's score is query . mean key, per layer and KV head, summed over the query heads of a group. The best chunks,
+always including the first (the attention sink), and then the most recent tokens are copied from the full cache into one
+dense buffer, so attention is one kernel without a mask. Unlike the authors' code it maintains itself: chunk means are
+updated incrementally, chunks are selected again as the sequence grows, and only changed ones are copied.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from forerun.kv.view import ChunkedView
 
 @dataclass(frozen=True)
 class RetrievalConfig:
-    """What is kept, and when chunks are selected again.
+    """What is kept, and when chunks are selected again; raise ValueError for a value out of range.
 
     Attributes:
         budget: tokens held per layer and KV head, besides the block being scored.
@@ -34,9 +34,6 @@ class RetrievalConfig:
         refresh: when else to select. ``stride``: never. ``acceptance``: when the rolling acceptance rate of drafts over
             this cache (of tested tokens, up to the first rejected one) falls below ``threshold``. ``verify``: after
             each verification, by its queries.
-
-    Raises:
-        ValueError: for a value out of range.
     """
 
     budget: int = 4096
@@ -97,7 +94,6 @@ class RetrievalCache(ChunkedView):
 
     @property
     def ready(self) -> bool:
-        """Whether the first selection has a pass's queries."""
         return bool(self._layers or self.source.queries)
 
     def sync(self) -> None:
@@ -206,7 +202,7 @@ class RetrievalCache(ChunkedView):
 
     @property
     def choice_bytes(self) -> int:
-        """Bytes of the chunk means, all read by a selection."""
+        """Bytes of the chunk means, which a selection reads."""
         return sum(layer.indexed_bytes for layer in self._layers.values())
 
     def needs(self, shape: KVShape, tokens: int) -> int:
@@ -277,8 +273,8 @@ class ChosenChunks:
 
     def _best(self, query: torch.Tensor, count: int) -> torch.Tensor:
         """Return the chunks with the best scores, ``[Hkv, count]``, the first chunk first. Half precision finds
-        candidates, single precision decides. The whole buffer is multiplied, because oneDNN compiles and keeps a
-        program for each new shape."""
+        candidates, single precision decides. All of the buffer is multiplied: oneDNN compiles and keeps a program per
+        shape."""
         means, summed = self._means, query.view(self._means.shape[0], -1, self._means.shape[2]).sum(1)
         coarse = torch.bmm(means, summed.to(means.dtype).unsqueeze(-1))[:, : self._indexed, 0]
         coarse[:, 0] = torch.inf
@@ -289,8 +285,7 @@ class ChosenChunks:
         return some.gather(1, scores.topk(count, -1).indices)
 
     def _replace(self, best: torch.Tensor, source: FullCache, layer: int, rows: Rows) -> None:
-        """Copy the missing chunks of ``best`` into unwanted slots; all on a GPU, as counting changes would cost
-        more."""
+        """Copy missing chunks of ``best`` into unwanted slots; on a GPU all, as counting would cost more."""
         heads, count = best.shape
         if elsewhere(best) and not source.offloaded:
             head = torch.arange(heads, device=best.device).repeat_interleave(count)

@@ -1,8 +1,7 @@
-"""Keys and values of a shared prefix, in a file that several caches map as their memory.
+"""Keys and values of a shared prefix, in a file, in memory (``memfd``) or on disk (``kv_file.py``), that caches map.
 
-The file is in memory (``memfd``) or on disk (``kv_file.py``). Caches map it privately: unchanged pages exist once, and
-the operating system copies a page on a cache's first write. So a cache stays contiguous, and kernels need no page
-table.
+Caches map it privately: unchanged pages exist once, and the operating system copies a page on a cache's first write. So
+a cache stays contiguous, and kernels need no page table.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from forerun.kernels.attention.attention import Rows
 ALIGNMENT = 256
 """Capacities are multiples of this many tokens, so that each head's keys start on a separate page."""
 CAPACITY_FACTOR = 2
-"""A file's capacity, as a multiple of its first cache's, because the next sequence may be longer. This reserves address
-space; memory or disk is used only where something is written."""
+"""A file's capacity relative to its first cache's, as later sequences may be longer; unused space costs nothing."""
 
 Kind = tuple[int, int, torch.dtype]
 Tensors = Mapping[str, torch.Tensor]
@@ -34,8 +32,7 @@ def aligned(tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """The places of a sequence's rows in one piece of memory: layer by layer, keys before values, head by head, with
-    room for ``capacity`` tokens."""
+    """The order of a sequence's rows in memory: by layer, keys or values, and head, each for ``capacity`` tokens."""
 
     kinds: Mapping[int, tuple[Kind, ...]]
     capacity: int
@@ -113,9 +110,9 @@ class SharedPrefix:
         return memory.prefix(length)
 
     def grown(self, layers: Mapping[int, Rows], length: int) -> SharedPrefix | None:
-        """Return this prefix with the rows up to ``length`` of a cache that continues it, written to the same file.
-        None if the file has no room or another continuation. Caches that started from the prefix do not see the new
-        rows: they write their own before they read any there."""
+        """Return this prefix with the rows up to ``length`` of a cache that continues it, written to the same file, or
+        None if it has no room or another continuation. Caches that started from it write their own rows before they
+        read any there."""
         if self._written != [self.length] or length > self.layout.capacity:
             return None
         assert self._file is not None
@@ -155,8 +152,8 @@ class SharedPrefix:
 
 
 class SharedMemory:
-    """Memory of a sequence that other caches may start from without a copy: an unnamed file, closed with this object.
-    Forked processes do not inherit it: both would write into one sequence."""
+    """An unnamed file, closed with this object, with a sequence that other caches may start from without a copy. Forked
+    processes do not inherit it: both would write into one sequence."""
 
     def __init__(self, layout: Layout, file: int) -> None:
         self.layout, self._file = layout, file
@@ -174,8 +171,7 @@ class SharedMemory:
         return cls(layout, os.memfd_create("forerun", os.MFD_CLOEXEC)) if hasattr(os, "memfd_create") else None
 
     def prefix(self, length: int) -> SharedPrefix:
-        """Return the first ``length`` tokens. The cache that wrote them continues from them too, and writes no more
-        here."""
+        """Return the first ``length`` tokens; the cache that wrote them continues, too, and writes no more here."""
         return SharedPrefix(self.layout, length, os.dup(self._file), written=[length])
 
 

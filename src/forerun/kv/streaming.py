@@ -1,13 +1,12 @@
 """StreamingLLM's cache (Xiao et al. 2023, arXiv 2309.17453): the first tokens and a recent window.
 
 The first tokens are attention sinks, which heads attend to when nothing else fits; a model fails without them.
-Positions count within the cache (section 3.2), so that a model only sees trained positions, however long the sequence.
-When the window moves, its keys are rotated by the difference.
+Positions count within the cache (section 3.2), so that a model only sees trained ones; when the window moves, its keys
+are rotated by the difference.
 
-Tokens are only appended between evictions, so the cache is copied once per ``slack`` tokens. An eviction writes into a
-second buffer, and the first stays unchanged until the next one. A drafter commits drafts one by one and truncates
-rejected ones; if an eviction came in between, the cache returns to the first buffer. So its state does not depend on
-rejected drafts.
+An eviction, every ``slack`` tokens, writes into a second buffer, and the first stays unchanged until the next one. A
+drafter commits drafts one by one and truncates rejected ones; if an eviction came in between, the cache returns to the
+first buffer. So its state does not depend on rejected drafts.
 """
 
 from __future__ import annotations
@@ -79,14 +78,12 @@ class _Extent(NamedTuple):
 
 
 class StreamingCache(Cache):
-    """Sinks and a recent window of one row.
+    """Sinks and a recent window of one row, in one buffer per layer, followed by the current block.
 
-    One buffer per layer holds sinks, window and the current block; a layer with a sliding window measures distances in
-    it. A token of a block sees the sinks, at least ``window`` tokens before the block (if there are as many), and its
-    ancestors in the block, however large the block is.
-
-    A commit that leaves more than ``sinks + window + slack`` tokens evicts down to ``sinks + window``. After up to
-    ``slack`` drafts, committed one by one, truncating restores the earlier state bit for bit.
+    A layer with a sliding window measures distances in the buffer. A token of a block sees the sinks, at least
+    ``window`` tokens before the block (if there are as many), and its ancestors in the block. A commit that leaves more
+    than ``sinks + window + slack`` tokens evicts down to ``sinks + window``. After up to ``slack`` drafts, committed
+    one by one, truncating restores the earlier state bit for bit. Arguments out of range raise ValueError.
 
     Args:
         window, sinks: recent and first tokens, always kept.
@@ -94,9 +91,6 @@ class StreamingCache(Cache):
         rotation: how the model's keys rotate with position. Positions are then those in the cache: below ``sinks +
             window + slack`` plus the block's length. None keeps positions in the sequence, for a model with learned
             positions.
-
-    Raises:
-        ValueError: for a value out of range.
     """
 
     def __init__(
@@ -145,8 +139,8 @@ class StreamingCache(Cache):
         return goal - self.length
 
     def skip(self, count: int) -> None:
-        """Treat the next ``count`` tokens as processed and evicted, so that only the ends of a long prompt need a
-        prefill. The tokens held now, at most ``sinks``, become the sinks; raise ValueError if there are more."""
+        """Treat the next ``count`` tokens as prefilled and evicted, so that only the ends of a long prompt need a
+        prefill. The tokens held now become the sinks; raise ValueError if there are more than ``sinks``."""
         if count < 0:
             raise ValueError(f"count is {count}; it must be 0 or more")
         if self._held > self._sinks:

@@ -16,25 +16,25 @@ from forerun.kv.recurrent import RecurrentStates
 from forerun.kv.shared_prefix import Tensors
 
 KEYS_PER_READ_TOKEN = 32
-"""Keys that a view indexes in about the time of the target's prefill of one token after a long prompt. A rough figure:
-steps that prefill 256 tokens then index 8,192 keys. Where step times are bounded, it is measured instead."""
+"""Keys that a view indexes in about the time of the target's prefill of one token after a long prompt, roughly;
+measured instead where step times are bounded."""
 
 
 class View(Cache):
     """A sparse view of one row's full cache, its source, for the same model.
 
-    Tokens committed here are speculative: ``sync`` replaces them by what the source has committed since, so that all
-    synced keys come from full attention.
+    Tokens committed here are speculative: ``sync`` replaces them by the source's, so that all synced keys come from
+    full attention.
     """
 
     state_name: str | None = None
-    """Name of ``saved_state`` in a prefix's saved states; None if the state is cheap to recompute."""
+    """Name of ``saved_state`` in a prefix; None if the state is cheap to recompute."""
 
     uses_queries = False
     """Whether it selects by the queries of the source's last pass."""
 
     copies = False
-    """Whether it copies the chunks it selects. Views that read the source in each pass cannot use an offloaded one."""
+    """Whether it copies the chunks it selects; other views cannot use an offloaded source."""
 
     def __init__(self, source: FullCache) -> None:
         if source.offloaded and not self.copies:
@@ -61,8 +61,8 @@ class View(Cache):
         return bool(self.source.layers)
 
     def saved_state(self, length: int) -> Tensors:
-        """Return state of the first ``length`` tokens that is expensive to compute; it must not be changed. A later
-        view with this ``state_name`` and the same prefix gets it from its source's ``saved_state``."""
+        """Return state of the first ``length`` tokens that is expensive to compute and must not be changed. Views with
+        this ``state_name`` get it from a source with the same prefix."""
         return {}
 
     @abstractmethod
@@ -107,11 +107,7 @@ class ChunkIndex(Protocol):
 
 
 class ChunkedView(View):
-    """A view that selects chunks of a long sequence, and sees the recent tokens after them.
-
-    Args:
-        budget: up to this many tokens of a sequence, all are seen.
-    """
+    """A view that selects chunks of a sequence of over ``budget`` tokens, and sees the recent tokens after them."""
 
     copies = True
 

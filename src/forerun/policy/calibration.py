@@ -1,8 +1,5 @@
-"""Calibration: correct a drafter's stated probability by how often nodes with similar log-odds were accepted.
-
-Nodes without a stated probability are grouped by depth. Old counts fade, so the correction follows the output. This
-is compiled, over arrays that are allocated once.
-"""
+"""Calibration: correct a drafter's stated probability by how often nodes with similar log-odds were accepted. Nodes
+without one are grouped by depth. Old counts fade. Compiled, over arrays that are allocated once."""
 
 from __future__ import annotations
 
@@ -24,8 +21,8 @@ STATEMENT_WEIGHT = 2.0
 MEMORY = 0.97
 """Factor by which counts fade at each step with nodes: a half-life of 23 steps."""
 AGREEMENT = 0.2
-"""A drafting model's token of probability p is first assumed to be accepted with probability p to this power: where
-the model is unsure, the target often agrees."""
+"""A drafting model's token of probability p is first assumed to be accepted with probability p to this power: where the
+model is unsure, the target often agrees."""
 
 ODDS_GROUPS = HIGHEST_ODDS - LOWEST_ODDS + 1
 DEPTH_GROUPS = 24
@@ -78,8 +75,8 @@ def group_of(odds: float) -> int:
 
 @compiled
 def calibrated(table: CalibrationTable, odds: float) -> float:
-    """Return the acceptance probability of a node with these stated log-odds, after an accepted parent. Each group is
-    shifted, but not across the midpoint to a neighbour."""
+    """Return the acceptance probability of a node with these stated log-odds, after an accepted parent, shifted as its
+    group is, but not across the midpoint to a neighbour."""
     group, true = group_of(odds), table.odds
     shifted = odds + true[group] - (group + LOWEST_ODDS)
     if group > 0:
@@ -107,8 +104,8 @@ def count(table: CalibrationTable, group: int, odds: float, right: bool) -> None
 
 @compiled
 def fit_odds(table: CalibrationTable) -> None:
-    """Derive each group's calibrated log-odds from the counts, by the log-odds of its accepted and expected shares.
-    Groups out of order are merged (isotonic regression), so what a drafter states to be likelier never ranks lower."""
+    """Derive each group's calibrated log-odds from those of its accepted and expected shares. Groups out of order are
+    merged (isotonic regression), so what a drafter states to be likelier never ranks lower."""
     pools, size = table.pools, 0
     for group in range(ODDS_GROUPS):
         own, seen = STATEMENT_WEIGHT * chance_of(group + LOWEST_ODDS), table.seen[group] + STATEMENT_WEIGHT

@@ -37,17 +37,15 @@ from forerun.policy.tree_pruning import PrunedTrees, TreePruner
 DOUBT = 1.0
 """Standard errors added to the expected gain in trials."""
 CHEAP = 0.25
-"""Share of a plain pass that a chain may cost however short earlier ones were, and a proposal whatever a row
-promises."""
+"""Share of a plain pass that may be spent on a chain however short earlier ones were, and on any row's proposal."""
 PRICE_MARGIN = 0.5
-"""Share of a node's price below which sources need not draft; below 1 as calibration may raise a stated probability.
+"""Share of a node's price below which sources need not draft; below 1, as calibration may raise a stated probability.
 With SmolLM2 and 64 nodes, 0.35, 0.5, 0.7 and 1 lose 0.0, 0.1, 0.2 and 1.5 % of the accepted nodes, and draft 24, 20, 16
 and 13 % of all."""
 RECENT = 0.1
 """Weight of the last step in recent averages."""
 PLAIN_STEPS = 16
-"""Maximum steps for which a decision to draft nothing holds. With 0, 8 and 64 the simulated table is the same to
-0.0001."""
+"""Maximum steps for which a decision to draft nothing holds; with 0, 8 and 64, simulations agree to 0.0001."""
 
 
 class Choice:
@@ -99,8 +97,8 @@ class Choice:
         return step
 
     def _consider_costly(self, step: Decision) -> None:
-        """Decide whether the costly source may propose in this step or soon; if not, it needs no hidden states. It is
-        kept ready if it would surely pay at the pace of plain steps."""
+        """Decide whether the costly source may propose now or soon; if not, it needs no hidden states. It is kept ready
+        if it would surely pay at the pace of plain steps."""
         line, worth = self.costs.extensions.line, max(sum(step.values), step.plain)
         cost, pays = line.at(1), self._costly_gains.expected(0) * max(step.values) > line.at(1)
         lacks = self.ledger.lacks_costly(0.0, cost, trial=not pays)
@@ -122,8 +120,7 @@ class Choice:
         return self._gains.kind(SUFFIXES[0] if known is None else known)
 
     def _proposers(self, step: Decision, classes: Sequence[int]) -> tuple[list[int], bool, float]:
-        """Return the rows that propose trees if they are of these classes, whether as a trial, and the slack that was
-        missing for others."""
+        """Return the rows of these classes that propose trees, whether as a trial, and the slack missing for others."""
         line, gains = self.costs.proposals.line, self._gains
         able = [row for row, budget in enumerate(step.shape.budgets) if budget > 0]
         values = step.values_after({row: gains.expected(classes[row], step.prices[row]) / 2 for row in able})
@@ -133,8 +130,7 @@ class Choice:
             return values[row] * gains.expected(classes[row], prices[row], doubt) - line.each
 
         def lacks(rows: Sequence[int], doubt: float) -> float:
-            """Include a node of each row that has some that pay: without, the proposal itself would be lost, again and
-            again."""
+            """Include a node of each row with some that pay: otherwise the proposal would be lost, again and again."""
             nodes = sum([step.slopes[row] for row in rows if gains.nodes(classes[row], prices[row], doubt)])
             return self.ledger.lacks(line.at(len(rows)) + max(step.fixed, 0.0) + nodes + step.reserved, doubt > 0)
 
@@ -153,7 +149,6 @@ class Choice:
         ]
 
     def _left(self, step: Decision) -> float:
-        """Return the slack left after the step's proposals."""
         return self.ledger.available(step.trial) - self.costs.proposed(step)
 
     def choose_extensions(self, step: Decision, trees: Mapping[int, DraftTree]) -> list[int]:
@@ -191,9 +186,8 @@ class Choice:
         return self._pruner.prune(step.shape, trees, step.worth, self.costs.table, fixed, correction.each, slack)
 
     def chain_length(self, step: Decision, most: int, stops_early: bool) -> tuple[int, list[float]]:
-        """Choose the draft length of chains, of at most ``most`` tokens, after the step's tree was pruned. Returns 0 if
-        the tree or nothing is better; and by row, the probability of full acceptance at which another token does not
-        pay."""
+        """Choose the draft length of chains, up to ``most``, after the step's tree was pruned; 0 if the tree or nothing
+        is better. Also return, by row, the probability of full acceptance at which another token does not pay."""
         shape, pruned, table = step.shape, step.pruned, self.costs.table
         tree = 0.0 if pruned is None or not pruned.nodes else pruned.worth - self.costs.scored(step, pruned.added)
         draft, lengths, rows = self.costs.draft_line(shape.cached), np.arange(1, most + 1), len(shape)
@@ -243,8 +237,7 @@ class Choice:
         return plain
 
     def promises_more(self, plain: PlainSteps, known: Sequence[int | None]) -> bool:
-        """Return whether a row's known suffix has become long enough to end a decision to draft nothing, else note in
-        how many steps it may be."""
+        """Return whether a known suffix is long enough to end a decision to draft nothing, else note when it may be."""
         rows = zip(known, plain.decision.classes, strict=True)
         missing = [
             max(plain.suffix, SUFFIXES[kind]) - max(each or 0, SUFFIXES[0] - 1)
@@ -257,8 +250,7 @@ class Choice:
     # learning
 
     def learn(self, step: Decision, outcomes: Sequence[Outcome | None], passed: float, taught: float) -> None:
-        """Update from a step, and book it. ``passed``: seconds of the pass and verifying, ``taught``: of updating the
-        sources."""
+        """Update from a step, and book it; seconds ``passed``: pass and verifying; ``taught``: updating sources."""
         tokens = [1 if outcome is None else len(outcome.verdict.tokens) for outcome in outcomes]
         for row, got in zip(step.rows, tokens, strict=True):
             row.record(got)
@@ -293,7 +285,7 @@ class Choice:
         self._tokens, self._spent = fade * self._tokens + share, fade * self._spent + share
 
     def _judge(self, step: Decision, outcomes: Sequence[Outcome | None]) -> float:
-        """Record which drafts were correct, scored or not. Returns what the costly source's were worth."""
+        """Record which drafts were correct, scored or not; return what the costly source's were worth."""
         judged, total = list[tuple[int, Outcome, bool]](), 0.0
         for row, outcome in enumerate(outcomes):
             if outcome is None:
@@ -342,8 +334,7 @@ def _paying(
         net: returns the net worth of a row's draft, given the doubt; together they must be worth more than ``start``.
         lacks: returns the slack missing for some rows, given the doubt.
 
-    Returns:
-        The rows, none if none pay or the slack does not cover them; whether it is a trial; and the slack missing.
+    Returns the rows, none if none pay or the slack does not cover them; whether it is a trial; and the slack missing.
     """
     lacking = math.inf
     for doubt in (0.0, DOUBT):

@@ -5,9 +5,9 @@ A pass over n tokens, of which row r has n_r and attends to L_r cached ones, cos
     curve(n) + per_row * (rows - 1) + sum(L_r * cached_curve(n_r))
 
 in units of a pass over one token with an empty cache. Both curves are piecewise linear between a few measured sizes: on
-a CPU the second token turns matrix-vector into matrix products and costs as much as the next eight. A row's cache is
-scored against each of its tokens: after a long prompt, a few more can cost as much as the whole pass. The Lookahead
-paper has one constant instead, the critical decoding length (section 3.4).
+a CPU the second token turns matrix-vector into matrix products and costs as much as the next eight, and after a long
+prompt, a few more tokens of a row can cost as much as the whole pass. The Lookahead paper has one constant instead, the
+critical decoding length (section 3.4).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class CostCurve:
-    """Costs of passes over one row with an empty cache, and what cached tokens add. Beyond the last size, costs grow as
-    between the last two.
+    """Costs of passes over one row with an empty cache, and what cached tokens add; beyond the last size, linear.
+    Raises ValueError for impossible costs.
 
     Attributes:
         sizes, costs: tokens scored by a pass, rising from 1, and its cost, never falling, from 1.
@@ -39,9 +39,6 @@ class CostCurve:
         per_row: cost of each row but the first.
         unit: seconds of a pass of cost 1, if measured.
         doubtful: whether the machine was busy then.
-
-    Raises:
-        ValueError: if they cannot be such costs.
     """
 
     sizes: tuple[int, ...]
@@ -68,8 +65,7 @@ class CostCurve:
 
     @classmethod
     def linear(cls, critical_length: float) -> CostCurve:
-        """Make a curve on which each further token costs 1 / ``critical_length``. Raises ``ValueError`` if that is not
-        positive."""
+        """Make a curve on which a further token costs 1 / ``critical_length``; raise ValueError if not positive."""
         if not critical_length > 0:
             raise ValueError(f"critical_length is {critical_length}; it must be positive")
         return cls((1, 2), (1.0, 1 + 1 / critical_length))

@@ -23,8 +23,8 @@ A head that is never accepted costs 5 to 6 % of 600 tokens with 20, and 4 to 5 %
 RECENT_TREES = 100
 """Number of recent trees that count."""
 TREE_SPREAD, COSTLY_SPREAD = 3.0, 1.0
-"""Standard deviation of a tree's gain over its mean; and minimum standard deviation of what a costly source adds, in
-tokens, as one that added nothing to a few trees may still be good."""
+"""Standard deviation of a tree's gain over its mean; and its minimum for what a costly source adds, in tokens, as one
+that added nothing to a few trees may still be good."""
 
 
 class Gains:
@@ -50,8 +50,7 @@ class Gains:
         return bisect(self._limits, promise)
 
     def expected(self, kind: int, price: float = 0.0, doubt: float = 0.0) -> float:
-        """Return the expected gain of a draft in tokens, minus the cost of its nodes, ``price`` tokens each. ``doubt``
-        standard errors are added to the mean."""
+        """Return a draft's expected gain, plus ``doubt`` standard errors, less ``price`` per node; in tokens."""
         gain, nodes = self._mean(kind, doubt), self.nodes(kind, price, doubt)
         return gain if price <= 0.0 else gain * (1.0 - (gain / (1.0 + gain)) ** nodes) - nodes * price
 

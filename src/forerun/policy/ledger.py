@@ -48,8 +48,7 @@ COSTLY_SHARE = 0.5
 SAVED = 16.0
 """Maximum savings that count, in plain passes: how long drafts are trusted after they stop paying."""
 CREDIT = 0.06
-"""Share of a batch's cost to go that earlier savings may cover. With ``SHARE``, the sum is 7 %, as much as
-``forerun bench never-slower`` allows a single run."""
+"""Share of the cost to go that earlier savings may cover; with ``SHARE``, 7 %, as ``never-slower`` allows."""
 
 
 class Ledger:
@@ -86,8 +85,7 @@ class Ledger:
         return max(own, self.lacks(spent + cost + RESERVE, trial))
 
     def book_plain(self, overhead: float, progress: float) -> None:
-        """Book steps without drafts. Deciding counts as lost but does not reduce the slack; otherwise a ledger that
-        says no could never recover."""
+        """Book steps without drafts. Deciding counts as lost but leaves the slack, which could not recover from 0."""
         self._book(overhead, progress, 0.0, SHARE * progress)
 
     def book(
@@ -111,12 +109,8 @@ class Ledger:
 
 
 def cost_to_go(left: Sequence[int], cached: Sequence[int], table: CostTable, closed: bool) -> float:
-    """Return the cost of plain decoding until all rows have their tokens; see the module.
-
-    Args:
-        left, cached: by row, tokens still to generate and cached tokens.
-        closed: whether no new rows replace finished ones.
-    """
+    """Return the cost of plain decoding until all rows have their tokens (``left``, with ``cached`` ones), as the
+    module says. ``closed``: whether no new rows replace finished ones."""
     rows, looking = len(left), sum(cached)
     if not closed:
         return sum(left) * table.decoding(rows, looking) / rows
@@ -157,13 +151,8 @@ class TokenValues(NamedTuple):
 def token_values(
     left: Sequence[int], gains: Sequence[float], cached: Sequence[int], table: CostTable, stretch: float, closed: bool
 ) -> TokenValues:
-    """Return what tokens of each row save; see the module.
-
-    Args:
-        left, cached, closed: see ``cost_to_go``.
-        gains: recent tokens per step of each row.
-        stretch: recent cost of a step over a plain one.
-    """
+    """Return what tokens of each row save. ``left``, ``cached``, ``closed``: see ``cost_to_go``; ``gains``: recent
+    tokens per step of each row; ``stretch``: recent cost of a step over a plain one."""
     rows, together = len(left), table.decoding(len(left), sum(cached))
     if not closed or rows == 1:
         ones = [1.0] * rows

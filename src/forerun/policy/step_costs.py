@@ -86,8 +86,7 @@ class StepCosts:
         return self._passes.scale if self._loaded or self._passes.count else None
 
     def _part(self, name: str, seconds: float | None, passes: float = 1e-9) -> TimeModel:
-        """Return the model of a part's cost by rows. Its first guess is ``seconds``, or ``passes`` while these or the
-        unit are unknown."""
+        """Return a part's cost by rows; first guess: ``seconds``, or ``passes`` while these or the unit are unknown."""
         if name in self._parts:
             return self._parts[name]
         unit = self.unit
@@ -140,7 +139,7 @@ class StepCosts:
         return cost + (self.extensions.line.at(len(step.extended)) if step.extended else 0.0)
 
     def plain_step_due(self, gain: float) -> bool:
-        """Whether to measure a plain step now: if none was measured and drafts gain little, if it is in doubt whether
+        """Return whether to measure a plain step now: if none was and drafts gain little, if it is in doubt whether
         they pay, or if it costs less than ``SHARE`` of the time since the last. ``gain``: recent tokens in the time of
         a plain step."""
         if not self._plain_measured and (not self._loaded or self._after_plain):
@@ -151,8 +150,8 @@ class StepCosts:
         return self._since * SHARE > PLAIN_STEPS_TO_MEASURE * max(gain, 1.0)
 
     def learn(self, step: Decision, outcomes: Sequence[Outcome | None], beside: float, scoring: float) -> float:
-        """Record the seconds of a step's pass (``scoring``) and of all else (``beside``). Returns its cost in plain
-        passes; for a step without drafts, only the excess over a plain one."""
+        """Record the seconds of a step's pass (``scoring``) and of all else (``beside``); return its cost in plain
+        passes, or without drafts its excess over a plain step."""
         sizes = [0 if outcome is None else len(outcome.tree) for outcome in outcomes]
         added = step.shape.cost(self.table, sizes) - step.plain if any(sizes) else 0.0
         passed = 0.0 if step.plain_step else step.alone + (self.scored(step, added) if any(sizes) else 0.0)
@@ -176,7 +175,7 @@ class StepCosts:
         self._plain_measured, self._after_plain, self._since = True, True, 0
 
     def _record_pass(self, step: Decision, added: float, seconds: float, empty: bool) -> float | None:
-        """Record a pass. Returns its credible time, None if it was not measured."""
+        """Record a pass; return its credible time, or None if it was not measured."""
         self._since += 1
         if empty and not self._after_plain:
             self._after_plain = True

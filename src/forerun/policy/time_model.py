@@ -1,8 +1,5 @@
-"""Track how long the parts of a step run on this machine, through noise.
-
-On a shared machine, speed may halve from one step to the next, and drafts would be blamed for it. So one estimate of
-the speed follows all passes, and all other costs are in passes of that moment.
-"""
+"""Track how long the parts of a step run on this machine, through noise. Its speed may halve from one step to the next,
+and drafts would be blamed; so one estimate of it follows all passes, and other costs are in passes of that moment."""
 
 from __future__ import annotations
 
@@ -58,8 +55,7 @@ class TimeModel:
         self._covariance = (doubt**2, 0.0, 0.0, START_DOUBT**2, 0.0, EACH_DOUBT**2)  # 00, 01, 02, 11, 12, 22
 
     def record(self, time: float, size: float = 0.0, sized: bool = False) -> float:
-        """Update from a measured time of this size; without ``sized`` it measures the scale itself. Returns the time as
-        far as it is credible."""
+        """Update from a measured time of this size, or (not ``sized``) of the scale; return its credible part."""
         if not time > 0:
             return 0.0
         (start, each), prior = self.shape, self._prior

@@ -3,7 +3,7 @@
 A node's probability is the drafter's, calibrated by how often similar nodes were correct (``calibration.py``), scored
 or not: the committed tokens show it. Under rejection sampling, the decision must not depend on the drawn token's own
 probability, and only scoring shows whether it is accepted. So nodes with ``q`` are judged by depth, and count only if
-scored. No clock is involved. A step of a small model lasts half a millisecond, so this is compiled.
+scored. A step of a small model lasts half a millisecond, so this is compiled; no clock is involved.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from forerun.policy.ledger import TokenValues, token_values
 from forerun.policy.pass_shape import PassShape
 
 BEGIN, DEPTH, STATES, CACHED, SCORED, KEPT = range(6)
-"""By row of the batch: its tree's first node, maximum depth, whether the drafter states probabilities, cached tokens,
-tokens scored so far, and picked or kept nodes."""
+"""By row: its tree's first node, maximum depth, whether the drafter states probabilities, cached tokens, tokens scored
+so far, and picked or kept nodes."""
 
 EACH, LAST, WEIGHT, SPREAD = range(4)
 """Fields of ``TokenValues``."""
@@ -132,7 +132,6 @@ class TreePruner:
         return nodes.at(self._nodes), calibration.at(self._calibration)
 
     def _part(self, tree: DraftTree, size: int, begin: int) -> DraftTree:
-        """Return the kept part of a tree."""
         if size == len(tree) or not size:
             return tree if size else EMPTY
         end, nodes = begin + size, self._nodes
@@ -145,8 +144,8 @@ class TreePruner:
         )
 
     def learn(self, outcomes: Iterable[tuple[int, Outcome, bool]]) -> dict[int, int]:
-        """Calibrate by outcomes of the trees last pruned: the row's index, its outcome, and whether the tree was drawn
-        (with ``q``). Returns the number of correct nodes by row."""
+        """Calibrate by the last pruned trees' outcomes: row, outcome, and whether the tree was drawn (with ``q``);
+        return the number of correct nodes by row."""
         judged, committed = list[tuple[int, ...]](), list[int]()
         for row, outcome, drawn in outcomes:
             tokens, accepted = outcome.verdict.tokens, len(outcome.verdict.path)
@@ -252,7 +251,7 @@ def prune(
     worth: FloatArray,
     slack: float,
 ) -> tuple[int, float, float, float]:
-    """Keep the nodes whose tokens are worth more than they cost.
+    """Keep the nodes whose tokens are worth more than they cost; return all but the first field of ``PrunedTrees``.
 
     Args:
         nodes, groups: addresses of a ``NodeTable``, whose first three columns are filled, and a ``CalibrationTable``.
@@ -299,8 +298,7 @@ def prune(
 def _judge(
     table: NodeTable, calibration: CalibrationTable, begin: int, end: int, tokens: IntArray, scored: bool
 ) -> int:
-    """Count the nodes of a row's tree that its committed tokens decide, only scored ones if ``scored``. Returns how
-    many are correct."""
+    """Count a row's nodes that its committed tokens decide (only ``scored`` ones); return how many are correct."""
     depths, right = table.order, 0  # depth of each correct node, else 0
     for node in range(begin, end):
         above = table.parents[node]

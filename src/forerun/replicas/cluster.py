@@ -50,8 +50,8 @@ def check(settings: ServerSettings) -> None:
 
 
 def serve(settings: ServerSettings, build: Callable[[ServerSettings], Engine]) -> None:
-    """Serve until Ctrl-C or SIGTERM. ``build`` makes a replica's engine, and must be importable there. Raise ValueError
-    if the cluster is too small, or already serves something else."""
+    """Serve until Ctrl-C or SIGTERM; replicas import ``build``, which makes their engine. Raise ValueError if the
+    cluster is too small, or already serves something else."""
     for name, value in RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     import ray

@@ -1,8 +1,7 @@
 """The exchange of generated outputs between replicas, so that each indexes those of the others.
 
-Every replica trades at intervals: it sends its new outputs and receives those that the others have sent since its last
-trade. No request waits for this. The exchange keeps the latest outputs up to a number of bytes: a new replica starts
-with them, and one that was away for long misses what was dropped.
+Every replica trades at intervals, with no request waiting: it sends its new outputs and receives those that the others
+have sent since. The exchange keeps the latest outputs up to a number of bytes, for new replicas.
 """
 
 from __future__ import annotations
@@ -90,8 +89,8 @@ class Exchange:
 
 
 class ExchangeClient:
-    """A replica's thread that trades with the exchange every ``interval`` seconds. ``trade`` sends outputs, and returns
-    those after a number; ``learn`` indexes outputs of one namespace."""
+    """A thread that trades a replica's outputs every ``interval`` seconds. ``trade`` sends some and returns those after
+    a number; ``learn`` indexes outputs of one namespace."""
 
     def __init__(
         self,

@@ -63,11 +63,8 @@ Forward = Callable[[ForwardedRequest], AsyncIterator[str | ResponseHead | bytes]
 
 
 class Suspects:
-    """A record of which requests made a replica die.
-
-    A request that was alone there is guilty. Of several, each may be retried once; one under which a second replica
-    dies is guilty. Equal requests from several clients count once.
-    """
+    """A record of which requests made a replica die. A request that was alone there is guilty. Of several, each may be
+    retried once; one under which a second replica dies is guilty. Equal requests from several clients count once."""
 
     def __init__(self) -> None:
         self._running: dict[str, list[bytes]] = {}
@@ -96,11 +93,10 @@ class Suspects:
 
 
 class Front:
-    """The ASGI application in front of the replicas, wrapped by ``GuardMiddleware``.
+    """The ASGI application in front of the replicas, wrapped by ``GuardMiddleware``; ``lost``: errors of dead replicas.
 
     A request whose replica dies goes to another, unless it is guilty (``Suspects``) or the client has received part of
-    the answer. Then the answer ends with an error: sampling may continue differently elsewhere, so the rest would not
-    fit. ``lost``: errors that mean that a replica has died.
+    the answer. That ends with an error: sampling may continue differently elsewhere, so the rest would not fit.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """An index of which replicas have prefilled which prompt prefixes.
 
-The router has no tokenizer, so it compares requests as characters: the prompt is cut into blocks, and each cut has a
-digest of everything before it. Two requests share one digest per shared block. Digests cover tenant and namespace, so
-they reveal nothing about other tenants' prompts.
+The router has no tokenizer, so it cuts prompts into blocks of characters; each cut has a digest of everything before
+it. Digests cover tenant and namespace, so they reveal nothing about other tenants' prompts.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ ReplicaT = TypeVar("ReplicaT", bound=Hashable)
 
 
 def digests(tenant: str, body: bytes) -> list[bytes]:
-    """Return digests of a request's prefixes, shortest first; the first covers only its namespace. A body that the
-    server will refuse has none."""
+    """Return digests of a request's prefixes, the shortest (its namespace) first; none for a body to be refused."""
     try:
         fields = json.loads(body)
         namespace = (fields.get("forerun") or {}).get("namespace") or "default"
@@ -89,8 +87,8 @@ def preferred(
     """Return the replicas that share a prefix with a request, longest first.
 
     A replica whose ``load`` is ``rows`` requests is left out: waiting for a place in its batch usually costs more than
-    prefilling again, and a frequent prefix must reach more than one replica. A replica that shares only the namespace,
-    the first of ``beginnings``, is preferred only if idle, because the others soon index its outputs.
+    prefilling again, and a frequent prefix must reach more than one. One that shares only the namespace, the first of
+    ``beginnings``, is preferred only if idle, because the others soon index its outputs.
     """
     depths = {replica: readers.depth(beginnings, replica) for replica in replicas}
     idle = [each for each, depth in depths.items() if depth and load(each) < (rows if depth > 1 else 1)]

@@ -1,5 +1,4 @@
-"""A Ray Serve router that prefers the replica with the longest prefilled prefix of a request; Ray's interface is
-alpha."""
+"""A Ray Serve router that prefers the replica with the longest prefilled prefix; Ray's interface is alpha."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ from forerun.replicas.prefix_index import PrefixReaders, preferred
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
-    """A router by ``PrefixReaders``; a request without an indexed prefix goes to the less busy of two random
-    replicas."""
+    """A router by ``PrefixReaders``; without an indexed prefix, it takes the less busy of two random replicas."""
 
     def initialize_state(self, rows: int) -> None:
         """Receive from Ray the number of requests that a replica decodes at once."""

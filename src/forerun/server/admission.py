@@ -96,7 +96,7 @@ class FairShare:
 
     @property
     def used(self) -> int:
-        """Return the amount that all tenants use."""
+        """The amount that all tenants use."""
         return sum(self._used.values())
 
     def used_by(self, tenant: str) -> int:
@@ -136,11 +136,9 @@ class FairShare:
 
 
 class Admission:
-    """All waiting and running requests; the tenant that has been served the fewest tokens is next.
-
-    A tenant that returns after a pause starts level with the least served one present: unused shares are not saved up.
-    An engine's ``tiers`` count caches themselves; then only draft levels, on the device, are charged here.
-    """
+    """All waiting and running requests; the tenant that has been served the fewest tokens is next. One that returns
+    after a pause starts level with the least served one present: unused shares are not saved up. An engine's ``tiers``
+    count caches themselves; then only draft levels, on the device, are charged here."""
 
     def __init__(self, limits: SchedulerLimits, tiers: Tiers | None = None) -> None:
         self.limits = limits
@@ -156,12 +154,12 @@ class Admission:
 
     @property
     def waiting(self) -> int:
-        """Return the number of waiting requests."""
+        """The number of waiting requests."""
         return sum(map(len, self._queues.values()))
 
     @property
     def usage(self) -> float:
-        """Return the used fraction of the memory for keys and values."""
+        """The used fraction of the memory for keys and values."""
         if self._tiers is None:
             return self._memory.used / self._memory.capacity
         limits, used = self._tiers.memory.limits, self._tiers.taken

@@ -73,7 +73,6 @@ class StopStrings:
 
     @staticmethod
     def _overlap(text: str, string: str) -> int:
-        """Return the length of the longest prefix of ``string`` with which ``text`` ends."""
         lengths = range(min(len(text), len(string) - 1), 0, -1)
         return next((length for length in lengths if text.endswith(string[:length])), 0)
 
@@ -106,7 +105,7 @@ class AnswerText:
 
     @property
     def stop_string(self) -> str | None:
-        """Return the stop string that ended the answer."""
+        """The stop string that ended the answer."""
         return self._stops.found
 
     def add(self, tokens: Iterable[int]) -> list[str]:
@@ -130,11 +129,8 @@ class AnswerText:
 
 
 class LogprobStreamer:
-    """A stream of each token's log-probability, with the characters in which the token begins.
-
-    It includes the ``prompt`` of an ``echo``, which may contain special tokens, and leaves out tokens that end an
-    answer or begin after a stop string.
-    """
+    """A stream of each token's log-probability, with the characters in which the token begins, including the ``prompt``
+    of an ``echo``, with its special tokens, and without tokens that end an answer or begin after a stop string."""
 
     def __init__(
         self, spell: TokenBytes, request: Request, ends: frozenset[int], echo: Echo | None, prompt: Sequence[int]
@@ -197,10 +193,8 @@ def prompt_trace(request: Request, decode: Callable[[Sequence[int]], str]) -> di
 
 
 def step_trace(commit: Commit, texts: Sequence[str], shared: bool = False) -> dict[str, Any]:
-    """Trace a step whose tokens added ``texts``; the first step's seconds include prefill.
-
-    If tenants share drafts (``shared``), sources and counts are left out: they would reveal others' answers.
-    """
+    """Trace a step whose tokens added ``texts``; the first step's seconds include prefill. If tenants share drafts
+    (``shared``), leave out sources and counts: they would reveal others' answers."""
     tokens: list[dict[str, Any]] = [
         {"id": token, "text": text, "source": None if shared else Origin(origin).word}
         for token, text, origin in zip(commit.tokens, texts, commit.origins, strict=True)

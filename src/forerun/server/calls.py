@@ -119,11 +119,9 @@ def _kinds(part: MessageDelta) -> tuple[bool, bool, bool]:
 
 
 class Call:
-    """The requests that answer one call; all end when one fails or the client goes.
-
-    Create it in the event loop, ``start`` it, then iterate over it once. ``nbytes`` is its answer's maximum size. If
-    drafts are ``shared`` between tenants, nothing about them is reported.
-    """
+    """The requests that answer one call; all end when one fails or the client goes. Create it in the event loop,
+    ``start`` it, then iterate over it once. ``nbytes`` is its answer's maximum size. If tenants share drafts
+    (``shared``), nothing about them is reported."""
 
     def __init__(
         self,
@@ -277,7 +275,6 @@ def _speculation(stats: Stats) -> Json:
 
 
 def _speculative_metrics(stats: Stats, budget: int) -> Json:
-    """Summarise drafts as in vLLM's ``metrics``: steps that had a draft, of up to ``budget`` tokens."""
     steps = [accepted for drafted, accepted in zip(stats.drafted, stats.accepted, strict=False) if drafted]
     figures = {
         "mean_acceptance_length": 1 + sum(steps) / len(steps) if steps else 0.0,

@@ -161,12 +161,12 @@ class ConversationFields(StrictModel):
 
     @property
     def template_tools(self) -> Objects | None:
-        """Return the tools for the chat template, whose calls are parsed."""
+        """The tools for the chat template, whose calls are parsed."""
         return self.tools or None
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """Return further variables for the chat template."""
+        """Further variables for the chat template."""
         return self.chat_template_kwargs or {}
 
 
@@ -193,7 +193,7 @@ class ChatRequest(ConversationFields, GenerationRequest):
 
     @property
     def continued(self) -> bool:
-        """Return whether the answer continues the assistant's last turn."""
+        """Whether the answer continues the assistant's last turn."""
         if self.continue_final_message is not None:
             return self.continue_final_message
         last = self.messages[-1]
@@ -209,14 +209,14 @@ class ChatRequest(ConversationFields, GenerationRequest):
 
     @property
     def required_tools(self) -> Objects | None:
-        """Return the tools of which one must be called, or None."""
+        """The tools of which one must be called, or None."""
         if isinstance(self.tool_choice, NamedChoice):
             return [tool for tool in self.tools or () if tool["function"]["name"] == self.tool_choice.function.name]
         return self.tools if self.tool_choice == "required" else None
 
     @property
     def parallel(self) -> bool:
-        """Return whether an answer may have several calls."""
+        """Whether an answer may have several calls."""
         return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedChoice)
 
     @property

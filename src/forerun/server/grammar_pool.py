@@ -25,11 +25,9 @@ COMPILING_PROCESSES = 2
 TENANT_SCHEMAS = 8
 """Maximum schemas per tenant that wait or are being compiled."""
 COMPILE_SECONDS = 3
-"""Processor time per schema. The largest useful ones needed 1.3 seconds."""
 COMPILE_WALL_SECONDS = 20.0
-"""Wall time per schema, whatever the processor time."""
 COMPILE_BYTES = 1 << 30
-"""Memory per schema."""
+"""Maximum processor time, wall time and memory per schema; the largest useful ones needed 1.3 s of processor time."""
 WORKER = Path(__file__).with_name("grammar_worker.py")
 
 

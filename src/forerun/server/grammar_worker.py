@@ -1,8 +1,6 @@
-"""A script that compiles grammars on trial for ``GrammarPool``, so it imports little.
-
-Input: a line with the tokenizer's arguments and the limits, then a line per grammar. Output: an empty line for each,
-valid or not, unless exceeding a limit ends the process.
-"""
+"""A script that compiles grammars on trial for ``GrammarPool``, so it imports little. Input: a line with the
+tokenizer's arguments and the limits, then a line per grammar. Output: an empty line for each, valid or not, until a
+limit ends it."""
 
 from __future__ import annotations
 

@@ -40,11 +40,9 @@ CLOSING_SECONDS = 5
 
 
 class BoundedConnection(H11Protocol):
-    """uvicorn's connection, with bounds. uvicorn's ``limit_concurrency`` is the number of connections.
-
-    A connection beyond that, or beyond one address's part of it, answers only health checks, and other requests with
-    503. A client that is silent for too long or reads too slowly is dropped.
-    """
+    """uvicorn's connection. Beyond ``limit_concurrency`` connections in all, or one address's part of them, it answers
+    only health checks, and other requests with 503. A client that is silent for too long or reads too slowly is
+    dropped."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -65,7 +63,6 @@ class BoundedConnection(H11Protocol):
         return [each for each in self.connections if isinstance(each, BoundedConnection)]
 
     def _is_beyond(self, limit: int) -> bool:
-        """Return whether this connection exceeds the limit for all, or for its address."""
         ordinary = [each for each in self._all() if each._reserved_since is None]
         address = (self.client or ())[:1]
         of_address = sum((each.client or ())[:1] == address for each in ordinary) if address else 0
@@ -214,7 +211,6 @@ def bound_sockets(host: str, port: int) -> list[socket.socket]:
 
 
 def _address(one: socket.socket) -> str:
-    """Return the server's URL on this computer."""
     host, port = one.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,7 +1,7 @@
 """Fill a server's index: from files to start with, and from the folder that saves it between starts.
 
-Files are plain text, or JSON lines of answers, possibly mixed with prompts to prefill (``warm_prompts.py``). All are
-checked before the model is loaded, and later encoded passage by passage until ``warm_seconds`` are over.
+Files are plain text, or JSON lines of answers and of prompts to prefill (``warm_prompts.py``). All are checked before
+the model is loaded, and later encoded passage by passage until ``warm_seconds`` are over.
 """
 
 from __future__ import annotations
@@ -110,10 +110,8 @@ def _trie(engine: Engine, settings: ServerSettings) -> Trie | None:
 def _fill(
     trie: Trie, tokenizer: Any, kept: Sequence[Content], settings: ServerSettings, tenants: Sequence[str]
 ) -> set[str]:
-    """Fill an empty index from files and a folder; return namespaces with sequences that the folder lacks.
-
-    Sequences in both are indexed once. The folder's were generated, so they come last and stay if there is little room.
-    """
+    """Fill an empty index from files and a folder, whose sequences come last, to stay if there is little room, as they
+    were generated; those in both count once. Return namespaces with sequences that the folder lacks."""
     known = {name: set(map(_digest_of, rows)) for each in kept for name, rows in each.namespaces.items()}
     changed, indexed, until = set(), 0, time.monotonic() + settings.warm_seconds
     for passage in chain.from_iterable(map(passages, settings.warm)):

@@ -31,8 +31,8 @@ BODY_SECONDS = 10.0
 MIN_BODY_RATE = 1 << 17
 """Bytes per second at which a body must arrive: a slow line of one megabit per second."""
 READ_RATE = 32 << 20
-"""Bytes per second at which a tenant's large bodies are read: a quarter second for the largest. The event loop needs
-1.4 ms for a MiB, so that a tenant has 5 % of it, and not the 30 % of a loopback without limit."""
+"""Bytes per second at which a tenant's large bodies are read: a quarter second for the largest. At 1.4 ms of the event
+loop per MiB, a tenant has 5 % of it, not the 30 % of a loopback without limit."""
 REQUEST_ID_HEADER = b"x-request-id"
 REQUEST_ID_PATTERN = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
@@ -146,7 +146,6 @@ class GuardMiddleware:
             raise ApiError(403, message, "origin_not_allowed")
 
     def _is_own(self, host: str) -> bool:
-        """Return whether a Host header names this server."""
         assert self._hosts is not None
         try:
             name = urlsplit(f"//{host}").hostname or ""

@@ -34,8 +34,7 @@ MIDDLE_TOKENS = (
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),
 )
-"""Tokens before the prefix, before the suffix, and before the middle to generate: of Qwen, StarCoder, SantaCoder,
-DeepSeek and Code Llama."""
+"""Tokens before prefix, suffix and the middle to generate: of Qwen, StarCoder, SantaCoder, DeepSeek and Code Llama."""
 
 
 class EncodedPrompt(NamedTuple):
@@ -149,10 +148,8 @@ class PromptEncoder:
         return EncodedPrompt(prompt.ids[-most or len(prompt.ids) :])
 
     def _check(self, text: str, what: str = "prompt", field: str | None = None) -> None:
-        """Refuse a prompt whose prefix has too many tokens; encoding all of 8 MiB cost 24 seconds and 2 GiB.
-
-        A copy of the tokenizer counts them in pieces, so that others do not wait.
-        """
+        """Refuse a prompt whose prefix has too many tokens, counted in pieces by a copy of the tokenizer, so that
+        others do not wait; encoding all of 8 MiB cost 24 seconds and 2 GiB."""
         if self._positions is None or len(text) <= (uncounted := UNCOUNTED_CHARACTERS * self._positions):
             return
         tokens, size = 0, min(uncounted, PIECE_CHARACTERS)

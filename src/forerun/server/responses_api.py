@@ -97,7 +97,7 @@ class ResponsesRequest(TranslatedRequest):
 
     @property
     def custom_tools(self) -> frozenset[str]:
-        """Return the names of tools whose input is any text."""
+        """The names of tools whose input is any text."""
         return frozenset(str(tool.get("name")) for tool in self.tools or () if tool.get("type") == "custom")
 
     def _chat_fields(self, notes: Notes) -> Json:
@@ -182,14 +182,12 @@ UNREADABLE_ITEMS = (
 
 
 def _is_content(output: Any) -> bool:
-    """Return whether an output is text or content parts, not a shell's objects."""
     if isinstance(output, list):
         return all(isinstance(part, dict) and "type" in part for part in output)
     return isinstance(output, str)
 
 
 def _own_turn(messages: list[Json]) -> Json:
-    """Return the last turn if it is the assistant's, else a new one."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]

@@ -1,8 +1,5 @@
-"""One thread that decodes for all clients, with iteration-level scheduling (Orca, Yu et al. 2022).
-
-Requests join and leave between any two steps. Their bytes of keys and values are known before they start, so none is
-ever evicted for lack of memory.
-"""
+"""One thread that decodes for all clients, with iteration-level scheduling (Orca, Yu et al. 2022): requests join and
+leave between any two steps. Their bytes are known before they start, so none is evicted for lack of memory."""
 
 from __future__ import annotations
 
@@ -37,11 +34,9 @@ LAST_STEP_SECONDS = 30.0
 
 
 class Scheduler:
-    """A thread that runs requests of many clients through one engine, which others may use, too.
-
-    Only this thread starts and ends requests. The lock guards queues, and is never held while the engine works.
-    ``on_finished`` is called in the thread with each finished request, and must return at once.
-    """
+    """A thread that runs requests of many clients through one engine, which others may use, too. Only it starts and
+    ends requests. The lock guards queues, and is never held while the engine works. ``on_finished`` is called in the
+    thread with each finished request, and must return at once."""
 
     def __init__(
         self, engine: Engine, limits: SchedulerLimits, on_finished: Callable[[Request], None] | None = None
@@ -116,7 +111,7 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Return whether requests run or wait."""
+        """Whether requests run or wait."""
         with self._changed:
             return bool(self.running or self.waiting)
 

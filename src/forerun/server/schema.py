@@ -137,10 +137,8 @@ class StrictModel(BaseModel):
 
 
 def _validation_error(errors: Sequence[Any], model: type[BaseModel], renamed: Mapping[str, str]) -> ApiError:
-    """Merge pydantic's errors about a request, with ``renamed`` fields; ``param`` and ``code`` are the first one's.
-
-    The message repeats only field names of the client's, and suggests the nearest known name for an unknown field.
-    """
+    """Merge pydantic's errors about a request, with ``renamed`` fields; ``param`` and ``code`` are the first one's. The
+    message repeats only field names of the client's, and suggests the nearest known name for an unknown one."""
     errors = [{**each, "loc": tuple(renamed.get(str(part), part) for part in each["loc"])} for each in errors]
     first = errors[0]
     code = "unsupported" if first["type"] in ("unsupported", "extra_forbidden") else "invalid_value"
@@ -276,32 +274,32 @@ class GenerationRequest(StrictModel):
 
     @property
     def token_limit(self) -> int | None:
-        """Return the requested limit on the answer's tokens."""
+        """The requested limit on the answer's tokens."""
         return self.max_tokens
 
     @property
     def limit_name(self) -> str:
-        """Return the field of ``token_limit``."""
+        """The field of ``token_limit``."""
         return "max_tokens"
 
     @property
     def format(self) -> dict[str, Any] | None:
-        """Return the response format for the engine; None for any text."""
+        """The response format for the engine; None for any text."""
         return None if self.response_format is None else self.response_format.model_dump(by_alias=True)
 
     @property
     def alternatives(self) -> int | None:
-        """Return the number of alternatives listed per token; None without log-probabilities."""
+        """The number of alternatives listed per token; None without log-probabilities."""
         return None
 
     @property
     def stops(self) -> list[str]:
-        """Return the stop strings."""
+        """The stop strings."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
     def answers(self) -> int:
-        """Return the number of answers."""
+        """The number of answers."""
         return self.n or 1
 
     @model_validator(mode="after")
@@ -345,7 +343,7 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """Return the prompts."""
+        """The prompts."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt

@@ -269,14 +269,12 @@ class Service:
 
 
 def _hold_logprobs(held: HeldBytes, body: GenerationBody, tokens: int) -> int:
-    """Hold and return the bytes that the tokens' log-probabilities may need."""
     nbytes = 0 if body.alternatives is None else tokens * (1 + body.alternatives) * LOGPROB_BYTES
     held.acquire(nbytes, "bytes of log-probabilities")
     return nbytes
 
 
 def _scores_prompt(body: GenerationBody) -> bool:
-    """Return whether the prompt's tokens are decoded, too."""
     echoes = isinstance(body, CompletionRequest) and bool(body.echo)
     return echoes and (body.logprobs is not None or body.max_tokens == 0)
 

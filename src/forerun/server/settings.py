@@ -103,7 +103,7 @@ class ServerSettings(BaseSettings):
 
     @property
     def checked_hosts(self) -> tuple[str, ...] | None:
-        """Return the allowed names in a Host header, or None for any with keys, which no web page has."""
+        """The allowed names in a Host header, or None for any with keys, which no web page has."""
         return None if self.api_keys and not self.allowed_hosts else (self.host, *self.allowed_hosts)
 
     def tenant_keys(self) -> ApiKeys:
@@ -139,10 +139,8 @@ class ServerSettings(BaseSettings):
 
 
 def read_settings(flags: Mapping[str, Any], file: Path | None = None) -> ServerSettings:
-    """Read settings from flags, the environment and a TOML file, in this order.
-
-    Raises ValueError for a wrong file, setting or variable. Its message has no values, which may be keys.
-    """
+    """Read settings from flags, the environment and a TOML file, in this order; raise ValueError for a wrong file,
+    setting or variable, without values in the message, which may be keys."""
     in_file = {} if file is None else tomllib.loads(file.read_text("utf-8"))
     in_environment = {name.upper() for name in os.environ}
     for name in LISTS:

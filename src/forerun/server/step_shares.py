@@ -30,8 +30,7 @@ class StepPlan(NamedTuple):
 
 
 class _Times:
-    """The median seconds of recent steps, and their mean tokens: an interrupted step, which is ten times as long, would
-    distort a mean."""
+    """The median seconds (interrupted steps, ten times as long, distort a mean) and mean tokens of recent steps."""
 
     def __init__(self) -> None:
         self._seconds: deque[float] = deque(maxlen=RECENT_STEPS)
@@ -44,8 +43,7 @@ class _Times:
 
 
 class StepTimeLine:
-    """A line through the median times of steps by their tokens, with one point per power of two of tokens: otherwise
-    many steps of similar lengths would determine its slope by their noise."""
+    """A line through median step times, one point per power of two of tokens: else frequent lengths set its slope."""
 
     def __init__(self) -> None:
         self._times: dict[int, _Times] = {}
@@ -57,12 +55,12 @@ class StepTimeLine:
 
     @property
     def most(self) -> float:
-        """Return up to how many tokens the line is known: twice as many as any step had."""
+        """Tokens up to which the line is known: twice as many as any step had."""
         return 2 * max((each.tokens for each in self._times.values()), default=0.5)
 
     @property
     def fixed(self) -> float:
-        """Return the constant part of a step's time, in units of a token's; 0 if nothing is known."""
+        """The constant part of a step's time, in units of a token's; 0 if nothing is known."""
         points = [
             (0.5 ** ((self._steps - each.last) / HALF_LIFE), each.tokens, each.seconds) for each in self._times.values()
         ]
@@ -76,14 +74,11 @@ class StepTimeLine:
 
 
 class StepShares:
-    """A planner of steps with rows of several tenants.
+    """A planner of steps with rows of several tenants, of ``tenants`` that may come.
 
     If another token costs little, as in large models, all rows step together. If every token costs as much as the
     first, a tenant's rows take turns: it has no more tokens in a step than the tenant with the fewest. A tenant that is
     alone gets shorter drafts where others may come, whose first token waits for the step under way.
-
-    Args:
-        tenants: number of tenants that may come.
     """
 
     def __init__(self, tenants: int = 1) -> None:

@@ -28,7 +28,7 @@ class ApiKeys:
 
     @property
     def tenants(self) -> list[str]:
-        """Return the names of all tenants."""
+        """The names of all tenants."""
         return [_tenant_name(digest) for digest in self._digests] or [ONLY_TENANT]
 
     def tenant(self, authorization: bytes | None) -> str | None:

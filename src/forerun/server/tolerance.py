@@ -1,8 +1,7 @@
 """Translate requests of many clients into the strict ones of ``schema.py``.
 
-Fields that change the output are applied, or refused by name. ``HINTS`` are ignored, and so are missing features that a
-request does not use (``NEUTRAL``). Pictures, and tools that OpenAI or Anthropic run, are replaced by words or left out,
-with a note in the answer.
+Fields that change the output are applied, or refused by name. ``HINTS`` and unused features (``NEUTRAL``) are ignored.
+Pictures, and tools that OpenAI or Anthropic run, are replaced by words or left out, with a note in the answer.
 """
 
 from __future__ import annotations

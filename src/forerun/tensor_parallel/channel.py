@@ -1,8 +1,7 @@
 """Messages from rank 0 to all others, and the detection of a dead rank.
 
-A message is a gloo broadcast on the CPU, whatever the model's device. While the others wait, rank 0 sends an empty
-message every ``HEARTBEAT_SECONDS``. So a rank detects a closed connection at once, and a dead or hanging rank within
-``RANK_TIMEOUT_SECONDS``.
+A message is a gloo broadcast on the CPU. While the others wait, rank 0 sends an empty one every ``HEARTBEAT_SECONDS``.
+So a rank detects a closed connection at once, and a dead or hanging rank within ``RANK_TIMEOUT_SECONDS``.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ class LeaderError(ParallelError):
 
 
 class Channel:
-    """A channel from rank 0 to the others, created on all ranks at the same point of the program, for ``model_group``,
-    the processes that hold the model."""
+    """A channel from rank 0 to the others of ``model_group``, created on all at the same point of the program."""
 
     def __init__(self, model_group: dist.ProcessGroup, device: torch.device) -> None:
         self.rank = dist.get_rank()
@@ -70,8 +68,7 @@ class Channel:
 
     @contextmanager
     def speaking(self, message: Callable[[], str]) -> Iterator[None]:
-        """Rank 0: announce work that all ranks do within this context. After an error, the others' progress is unknown,
-        so no more passes are possible."""
+        """Rank 0: announce work of all ranks in this context; an error ends all, as their progress is unknown."""
         with self.turn:
             if not self._listeners:
                 raise ParallelError("the other ranks do not listen; make passes inside of Engine.target.led")

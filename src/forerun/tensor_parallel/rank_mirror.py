@@ -1,9 +1,5 @@
-"""A log of rank 0's cache operations, which the other ranks repeat.
-
-A few operations (``CACHE_OPERATIONS``) change a cache. Rank 0's caches log them; on the other ranks, caches of that
-kind, holding other heads, repeat them. A sparse cache selects per head, so its selection needs no message. Log entries
-are JSON.
-"""
+"""A log of rank 0's cache operations (``CACHE_OPERATIONS``), which the other ranks repeat on caches with other heads. A
+sparse cache selects per head, so its selection needs no message. Log entries are JSON."""
 
 from __future__ import annotations
 
@@ -45,7 +41,7 @@ class RankMirror:
 
     def adopt(self, cache: Cache) -> None:
         """Create an equal cache on the other ranks, and log this one's operations from now on; raise ValueError for a
-        kind of cache that cannot be mirrored, or one that already holds tokens."""
+        cache that cannot be mirrored, or holds tokens."""
         if cache in self._numbers:
             return
         if cache.source is not None:

@@ -1,7 +1,4 @@
-"""Scorers of a model in several processes: rank 0 leads, the others follow.
-
-The leader is used like any scorer. A follower's engine runs ``follow`` instead of steps.
-"""
+"""Scorers of a model in several processes: rank 0 leads like any scorer; others' engines run ``follow``."""
 
 from __future__ import annotations
 
@@ -170,8 +167,8 @@ class Follower(Scorer):
 def admit(model: PreTrainedModel, **single_process: object) -> Scorer:
     """Return this rank's scorer of a model that all ranks have loaded alike.
 
-    ``single_process`` has settings, by name, that only a model in one process supports: any but None raises ValueError.
-    Raise UnsupportedModelError as ``gate.admit``, or if the processes do more than tensor parallelism.
+    Raises ValueError for a setting other than None in ``single_process``, as these need a model in one process; and
+    UnsupportedModelError as ``gate.admit``, or if the processes do more than tensor parallelism.
     """
     for name, value in single_process.items():
         if value is not None:

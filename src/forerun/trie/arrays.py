@@ -1,8 +1,7 @@
-"""The arrays of one index, and the hash table from contexts to slots.
+"""The arrays of one index, and the hash table from contexts to slots; ``tables`` describes the columns.
 
 A context is one to ``ORDERS`` consecutive tokens, identified by a hash; each has one row of ``slots``. Linear hashing
-(Litwin, 1980) grows the table one bucket at a time, so no insertion rehashes everything. ``tables`` describes the
-columns.
+(Litwin, 1980) grows the table one bucket at a time, so no insertion rehashes everything.
 """
 
 from __future__ import annotations
@@ -36,14 +35,13 @@ LARGE_BYTES = 1 << 20
 """Arrays from this size get a separate memory mapping."""
 
 BYTES_PER_TOKEN = 72
-"""Bytes reserved per token of a namespace's capacity. Actual use is lower, and depends on repetition."""
+"""Bytes reserved per token of a namespace's capacity; actual use is lower, and depends on repetition."""
 
 RECYCLED_SHARE = 1 / 16
-"""Share of a namespace's bytes for recycled logits. From 1/1024 to 1/4 of 64 MiB, 16-token drafts differ by 1 % (50
-chat answers)."""
+"""Share of a namespace's bytes for recycled logits; 1/1024 to 1/4 of 64 MiB change 16-token drafts by 1 %."""
 
 OWN_LISTS = 1 << 14
-"""Recycled lists per request, 80 bytes each. A step with a 64-node draft keeps 130."""
+"""Recycled lists per request, 80 bytes each; a step with a 64-node draft keeps 130."""
 
 RECENT_TOKENS = 48
 
@@ -96,8 +94,7 @@ class Index(NamedTuple):
 
     @classmethod
     def for_tokens(cls, tokens: int) -> Index:
-        """Return an empty index for two sequences of this total length, counted after ``ORDERS`` contexts and two of
-        matches."""
+        """Return an empty index for two sequences of ``tokens`` in all, counted after ``ORDERS + 2`` contexts."""
         index = cls.allocate((ORDERS + 2) * tokens, 5 * (ORDERS + 2) * tokens, tokens // CHUNK_TOKENS + 3)
         return index._replace(recycled=_zeros(OWN_LISTS, RECYCLED_LIST))
 
@@ -131,8 +128,7 @@ class Index(NamedTuple):
         return int(used) + sum(part.nbytes for part in (self.hints, self.recent, self.free_blocks, self.state))
 
     def with_hints(self, more: int = 0) -> Index:
-        """Return the index with at least one hint per token, with ``more`` to come; tiling keeps hints at their
-        hashes."""
+        """Return the index with a hint per token, ``more`` included; tiling keeps hints at their hashes."""
         factor = 1
         while len(self.hints) * factor < self.tokens + more:
             factor *= 2
@@ -162,7 +158,7 @@ def _doubled(part: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def _zeros(rows: int, kind: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Return zeros, in a private memory mapping if large: ``calloc`` may clear heap memory at once, and so back it."""
+    """Return zeros, in a private memory mapping if large: ``calloc`` may clear heap memory, and so back it, at once."""
     size = kind.itemsize * rows
     if size < LARGE_BYTES:
         return np.zeros(rows, kind)

@@ -1,8 +1,7 @@
 """Best-first search for the draft tree over the candidates of all contexts in both sources.
 
-The likeliest candidate of the frontier becomes a node, and its followers enter the frontier. The workspace keeps each
-node's contexts, copies and matches. A node whose followers are unlikely to enter the draft is expanded only from its
-longer contexts, or not at all.
+The likeliest candidate of the frontier becomes a node, and its followers enter the frontier. A node whose followers are
+unlikely to enter the draft is expanded only from its longer contexts, or not at all.
 """
 
 from __future__ import annotations
@@ -31,19 +30,16 @@ from forerun.trie.tables import OWN, SHARED
 from forerun.trie.text_cursor import TextCursor, follow_copy
 
 CUT_RECENT, CUT_SHORT, CUT = 0.01, 0.15, 0.35
-"""How far to expand a node, by its *bar*: the conditional probability that a follower needs to be drafted.
-
-The bar is the probability of the least likely node that would be drafted now, divided by this node's. Above
-``CUT_RECENT`` recent tokens are skipped, above ``CUT_SHORT`` one-token contexts too, and above ``CUT`` the node is not
-expanded. A follower becomes a candidate if its share of a context's total exceeds the bar.
-"""
+"""How far to expand a node, by its *bar*: the probability of the least likely node that would be drafted now, divided
+by this one's. Above ``CUT_RECENT``, recent tokens are skipped, above ``CUT_SHORT`` one-token contexts too; above
+``CUT``, the node is not expanded. A follower becomes a candidate if its share of a context's total exceeds the bar."""
 
 
 @compiled
 def _expand(
     own: Index, shared: Index, mixer: Mixer, workspace: DraftWorkspace, node: int, bound: int, chance: float, bar: float
 ) -> None:
-    """Offer a node's followers to the frontier, of which ``bound`` entries still fit the draft."""
+    """Offer a node's followers to the frontier; ``bound`` of its entries still fit the draft."""
     table, evidence = workspace.table, workspace.evidence
     gather(own, shared, workspace, node, bar)
     complete(table, evidence, workspace.noise, workspace.depths[node])

@@ -1,8 +1,8 @@
 """Candidates for the next token, and the cells that rate the evidence for each.
 
-All candidates have equal *inputs*: a context of each order in each source, two copies, and so on. What an input found
-falls into a *cell*, one per kind of evidence, such as "followed this context three times out of four, and last". A cell
-tracks how often such evidence was accepted. ``logistic_mixer`` trains cells and mixes inputs.
+All candidates have equal *inputs*: a context of each order in each source, two copies, and so on. An input's evidence
+falls into a *cell*, such as "followed this context three times out of four, and last". A cell tracks how often such
+evidence was accepted; ``logistic_mixer`` trains cells and mixes inputs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FREQUENCY_CLASSES, RECENCY_CLASSES = 16, 6
 CONTEXT_CELLS = COUNT_CLASSES * TOTAL_CLASSES * FOLLOWER_STATES
 
 SUBSTITUTE_GROUP, SKIP_GROUP = 2 * ORDERS, 2 * ORDERS + 1
-"""Groups of ``CONTEXT_CELLS`` cells: one for substitutes, and two for each match's skips (predicted, and ``SKIPS``)."""
+"""Groups of ``CONTEXT_CELLS`` cells: one for substitutes, two for each match's skips (predicted, and ``SKIPS``)."""
 
 COPY_CELLS = (2 * ORDERS + 5) * CONTEXT_CELLS
 
@@ -67,7 +67,7 @@ CELLS = RECYCLED_CELLS + LIST_GROUPS * (LISTED + 1) * CHANCE_CLASSES
 MAX_CANDIDATES = 64
 
 NONE = -1
-"""No candidate, or no cell for lack of such evidence."""
+"""No candidate, or no cell."""
 
 BUCKETS = 256
 
@@ -95,14 +95,13 @@ class PositionEvidence(NamedTuple):
     """Evidence that all candidates of one position share.
 
     Attributes:
-        absent: cells of contexts that the candidate did not follow; ``ABSENT`` ``[2, ORDERS + 1]``, by source and order
-            less one. ``[OWN, ORDERS].shorter`` is for a candidate that is no substitute.
+        absent: cells of contexts that the candidate did not follow, by source and order less one; ``ABSENT`` ``[2,
+            ORDERS + 1]``. ``[OWN, ORDERS].shorter`` is for a candidate that is no substitute.
         skips: cells of each match's skips, or ``NONE``; int32 ``[2, SKIPS + 1]``.
         copies: each source's copy; ``PREDICTION`` ``[2]``.
-        unpredicted: for each match, the cell of tokens that it does not predict, or ``NONE``; int64 ``[2]``.
+        unpredicted: each match's cell of tokens that it does not predict, or ``NONE``; int64 ``[2]``.
         inputs: number in use: ``BIAS``, or ``SUBSTITUTE`` while no match is active; int64 ``[1]``.
-        unlisted: for recycled logits of each order, the cell of unlisted tokens, or ``NONE`` without a list; int32
-            ``[RECYCLED_ORDERS]``.
+        unlisted: by order of recycled logits, the cell of unlisted tokens, or ``NONE``; int32 ``[RECYCLED_ORDERS]``.
     """
 
     absent: RecordArray

@@ -1,7 +1,7 @@
 """Compiles the trie in separate processes while the engine decodes without drafts: some ten seconds, once per machine.
 
-A process waits for a function that another is compiling (``KeptCode.alone``), so two that start at opposite ends share
-the work.
+A process waits for a function that another compiles (``KeptCode.alone``), so two that start at opposite ends share
+work.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ PROCESSES = 2
 """A third process would only wait for the others."""
 
 POLL_SECONDS = 0.2
-"""Seconds between checks whether the processes have ended."""
 
 
 def compiled_before() -> bool:
@@ -53,7 +52,7 @@ def compiled_before() -> bool:
 
 
 class Compilation:
-    """Processes that compile the trie, and outlive this one, so that the next finds more code."""
+    """Processes that compile the trie. They outlive this one, so that the next finds more code."""
 
     def __init__(self) -> None:
         self._processes = [start(__name__, str(number)) for number in range(min(PROCESSES, usable_cores()))]
@@ -64,7 +63,7 @@ class Compilation:
         return any(process.poll() is None for process in self._processes)
 
     def wait(self, progress: Progress = lambda done, total: None) -> None:
-        """Wait until all code is compiled; ``progress`` receives the number of functions compiled, and of all."""
+        """Wait until all code is compiled; ``progress`` receives the numbers of functions compiled and in all."""
         while self.running:
             progress(sum(map(is_kept, CALLED_FUNCTIONS)), len(CALLED_FUNCTIONS))
             time.sleep(POLL_SECONDS)

@@ -1,11 +1,11 @@
 """Counts of what followed a context, and their removal.
 
-A context with one follower has it in its slot. With several, it has a block: a header, then one row per follower. A
-count that grows moves its row up by at most one place, so rows stay nearly sorted, most frequent first. Blocks have 4,
-8, 16, 32 or 64 rows; a full block moves to one of twice its size.
+A context with one follower has it in its slot. With several, it has a block of 4 to 64 rows, a power of two: a header,
+then one row per follower. A count that grows moves its row up by at most one place, so rows stay nearly sorted, most
+frequent first. A full block moves to one of twice its size.
 
-A context keeps ``KEPT_FOLLOWERS``. A further one replaces one of the rarest, whose count stays in the total. So
-counting costs the same however many tokens follow a context.
+Beyond ``KEPT_FOLLOWERS``, a new one replaces one of the rarest, whose count stays in the total. So counting costs the
+same however many tokens follow a context.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from forerun.core.compiling import compiled
 from forerun.trie.arrays import SIZE_CLASSES, Index, add_slot, drop_slot, find
 
 FIRST_SIZE_CLASS = 2
-"""Size class of a context's first block: four rows, for a header and two followers."""
+"""Size class of a first block: four rows, for a header and two followers."""
 
 KEPT_FOLLOWERS = 63
 """Maximum followers of a context: with the header, a block of 64 rows. Drafting reads the first 24."""

@@ -16,7 +16,7 @@ from forerun.trie.text_cursor import TextCursor
 
 
 class DraftWorkspace(NamedTuple):
-    """Working memory; nothing in it outlives a call. Row 0 by node is the end of the sequence, row i + 1 is node i.
+    """Working memory of one call. Row 0 by node is the end of the sequence, row i + 1 is node i.
 
     Attributes:
         hashes: of each node's contexts, by source and order; uint64 ``[n + 1, 2, ORDERS + 1]``.
@@ -79,7 +79,7 @@ class Draft(NamedTuple):
 def find_slots(
     own: Index, shared: Index, workspace: DraftWorkspace, node: int, lowest: int, own_highest: int, shared_highest: int
 ) -> None:
-    """Find the slots of a node's contexts from order ``lowest`` to each source's highest; clear the others."""
+    """Find the slots of a node's contexts of order ``lowest`` to each source's highest; clear the others."""
     hashes, slots = workspace.hashes, workspace.slots
     for order in range(1, ORDERS + 1):
         in_own, in_shared = lowest <= order <= own_highest, lowest <= order <= shared_highest

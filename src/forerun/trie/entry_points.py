@@ -1,7 +1,4 @@
-"""The compiled functions of each step: index new tokens, then draft.
-
-They receive addresses instead of arrays, which is faster.
-"""
+"""The compiled functions of each step: index new tokens, then draft. Addresses replace arrays, which is faster."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ _known_suffix = text_cursor.known_suffix
 
 
 OWN_ROOM, OWN_HINTS, SHARED_ROOM = 1, 2, 4
-"""What indexing needs to go on, as a sum: room or hints in the request's index, and either in the namespace."""
+"""What indexing needs, as a sum: room or hints in the request's index, and either in the namespace."""
 
 
 @compiled
@@ -44,7 +41,7 @@ def _set_noise(workspace: DraftWorkspace, text: np.record, ahead: int) -> None:
 def _learn_evidence(
     own: Index, shared: Index, cursor: TextCursor, mixer: Mixer, workspace: DraftWorkspace, token: int, rate: float
 ) -> None:
-    """Train the mixer on the token that came; on recent tokens at every other token, which halves their cost."""
+    """Train the mixer on the token that came; on recent tokens every other time, which halves their cost."""
     table, evidence = workspace.table, workspace.evidence
     set_root(own, shared, cursor, workspace)
     gather(own, shared, workspace, 0, 0.0)
@@ -65,8 +62,7 @@ def _extend(
     tokens: IntArray,
     rate: float,
 ) -> int:
-    """Index generated tokens in both sources; with ``rate`` above 0, train the mixer on each first. Return what the
-    next call needs, or 0."""
+    """Index generated tokens in both sources, with ``rate`` train the mixer; return what the next call needs, or 0."""
     for token in tokens:
         if rate > 0:
             _learn_evidence(own, shared, cursor, mixer, workspace, token, rate)
@@ -81,7 +77,7 @@ def _extend(
 def _learn(
     text: np.record, tokens: IntArray, kept_at: IntArray, lists: RecycledRows, workspace: DraftWorkspace, rate: float
 ) -> int:
-    """Index a sequence's new tokens piece by piece, and its recycled lists; return what it needs to go on, or 0."""
+    """Index a sequence's new tokens and recycled lists, piece by piece; return what it needs to go on, or 0."""
     own, shared = index_at(text.own), index_at(text.shared)
     if own.state[0].tokens + text.new_end - text.at > text.room:
         return OWN_ROOM

@@ -1,7 +1,7 @@
 """Gathers the candidates for the next token, and the evidence for each.
 
-Candidates are the followers of the last one to ``ORDERS`` tokens in both sources, the predictions of copies and gapped
-matches, substitutes, and recycled logits; recent tokens too, if these are few.
+Candidates are the followers of the last one to ``ORDERS`` tokens in both sources, what copies and gapped matches
+predict, substitutes, recycled logits and, if these are few, recent tokens.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def _note(table: CandidateTable, at: int, source: int, order: int, token: int, c
 def _add_followers(
     index: Index, slot: int, source: int, order: int, evidence: PositionEvidence, table: CandidateTable, least: float
 ) -> None:
-    """Make candidates of a context's followers whose share of its total exceeds ``least``. The last follower adds
-    evidence whatever its share, if it is already a candidate. The substitute's context has order ``ORDERS + 1``."""
+    """Make candidates of a context's followers whose share of its total exceeds ``least``; the last follower adds
+    evidence to an existing candidate whatever its share. The substitute's context has order ``ORDERS + 1``."""
     is_substitute = order > ORDERS
     group = SUBSTITUTE_GROUP if is_substitute else context_input(source, order)
     at = SUBSTITUTE if is_substitute else group
@@ -260,9 +260,9 @@ def gather(own: Index, shared: Index, workspace: DraftWorkspace, node: int, leas
 def noise_of(noise: RecordArray, ahead: int, token: int) -> float:
     """Return T times a token's noise above its mean, ``ahead`` tokens after ``NOISE.position``; 0 if unknown.
 
-    Coupled sampling chooses the largest log p / T + g, where the Gumbel noise g is a pure function of seed, position
-    and token (``core/sampling_kernels.py``); equivalently, the largest log p + T g. So of equally likely tokens, the
-    one with the most noise wins. The mixer adds T g, less its mean, to the log-odds with a learned weight.
+    Coupled sampling chooses the largest log p + T g, where the Gumbel noise g is a pure function of seed, position and
+    token (``core/sampling_kernels.py``). So of equally likely tokens, the one with the most noise wins. The mixer adds
+    T g, less its mean, to the log-odds with a learned weight.
     """
     text = noise[0]
     if text.temperature == 0:
@@ -318,7 +318,7 @@ def complete(table: CandidateTable, evidence: PositionEvidence, noise: RecordArr
 
 @compiled
 def _frequency_class(index: Index, token: int) -> int:
-    """Return the log-scale class of a token's frequency, ``e ** (1 / 1.5)`` each; 0 if it never occurred."""
+    """Return the log-scale class of a token's frequency, in steps of ``e ** (1 / 1.5)``; 0 if it never occurred."""
     slot = find(index, mix(np.uint64(0), token))
     if slot == 0:
         return 0

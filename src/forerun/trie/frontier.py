@@ -1,7 +1,5 @@
-"""The frontier of a draft: candidates not drafted yet, likeliest first.
-
-A short sorted list. New entries are inserted from the tail, and those that can no longer enter the draft drop off.
-"""
+"""The frontier of a draft: candidates not drafted yet, in a short list sorted by probability. New entries are inserted
+from the tail; those that can no longer enter the draft drop off."""
 
 from __future__ import annotations
 
@@ -29,8 +27,7 @@ FROM_TEXT, FROM_EARLIER, FROM_LOGITS = int(Origin.TEXT), int(Origin.EARLIER), in
 
 
 class Frontier(NamedTuple):
-    """Estimated probabilities, descending, float64 ``[2 n + 1]``; entries, int64 ``[2 n + 1]``; their ``SPAN``
-    ``[1]``."""
+    """Probabilities, descending, float64 ``[2 n + 1]``; entries, int64 ``[2 n + 1]``; their ``SPAN`` ``[1]``."""
 
     chances: FloatArray
     entries: IntArray

@@ -3,9 +3,8 @@
 A table repeated as JSON, or a record like the one before it, copies a value, adds a few new tokens, and copies the next
 value. The tokens just before a value are no known context, so n-grams cannot predict it. A gapped match can: it points
 after the last copied token, predicts the next few tokens of that passage, and moves past the first of them that comes.
-
-The sequence, and each node of a draft, has two matches: ``PROMPT_MATCH`` goes through the prompt, for rearranged
-content, and ``OUTPUT_MATCH`` through the output, for repeated form. Matches also use:
+A sequence, and each node of a draft, has two: ``PROMPT_MATCH`` through the prompt, for rearranged content, and
+``OUTPUT_MATCH`` through the output, for repeated form. Matches also use:
 
 - *Spelling.* A word after a space in the prompt may follow a quote in the output, as other tokens. The prompt's match
   follows that spelling (``spelling``).
@@ -27,7 +26,7 @@ from forerun.trie.tables import OUTPUT_MATCH, PROMPT_MATCH, RecordArray
 from forerun.trie.token_store import UNWRITTEN, following, read
 
 PROMPT_LOOKAHEAD, OUTPUT_LOOKAHEAD = 4, 8
-"""How many tokens ahead move each match on. The output's match drafts only the next token."""
+"""How many tokens ahead move each match on; the output's match drafts only the next token."""
 
 MAX_GAP_TOKENS = 40
 """A match ends after more unpredicted tokens than this."""
@@ -66,7 +65,7 @@ SKIP_MARK = 1 << 31
 """Mixed into a skip context's hash, plus the match's number. No token has such an id."""
 
 SKIPS = 2 * PROMPT_LOOKAHEAD
-"""The skip to an unpredicted token. Others are the distance to a token, or that plus the lookahead, to its spelling."""
+"""The skip to an unpredicted token. Others are the distance to a token, plus the lookahead if to its spelling."""
 
 
 @compiled
@@ -79,7 +78,7 @@ def next_on(own: Index, match: np.record, row: int, position: int) -> int:
 
 @compiled
 def active(match: np.record) -> bool:
-    """Whether a match predicts anything here."""
+    """Return whether a match predicts anything here."""
     plain = match.gap == 0 and match.run >= PLAIN_COPY_RUN
     return bool(match.position != 0 and match.resumed >= MIN_RESUMED and not plain)
 

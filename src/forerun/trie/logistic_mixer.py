@@ -1,10 +1,8 @@
-"""Estimates how likely a token comes next, by mixing all evidence for it.
-
-Logistic mixing as in the PAQ compressors (Mahoney, 2005):
+"""Estimates how likely a token comes next, by logistic mixing as in the PAQ compressors (Mahoney, 2005).
 
 1. Each piece of evidence has a *cell* (``candidates``), which learns how often tokens with such evidence came.
-2. The log-odds of a candidate's cells are summed with *weights*, trained by gradient descent. There is one set per
-quality of match, because a long context makes short ones worth less.
+2. The log-odds of a candidate's cells are summed with *weights*, trained by gradient descent, one set per quality of
+match: a long context makes short ones worth less.
 3. A *correction* maps the sum to a probability, from how often candidates with that sum came.
 
 No cell, weight or correction contains tokens.
@@ -43,15 +41,14 @@ TEXT_SETS = 81
 """Weight sets for evidence from sequences: three classes each of longest contexts by source, copies and matches."""
 
 SETS = 4 * TEXT_SETS
-"""``TEXT_SETS`` for each class of recycled logits: no list, not on the list, on the list after one token, after two."""
+"""``TEXT_SETS`` for each class of recycled logits: no list; not on the list; on it after one token, or two."""
 
 KNOTS = 33
-"""Points of the correction: log-odds from -8 to 8 in steps of 0.5."""
+"""Points of the correction: log-odds -8 to 8 in steps of 0.5."""
 
 STEEPEST = 7.99
 
 PRIOR_FILE = Path(__file__).with_name("prior.npy")
-"""Cells, weights and correction trained on other sequences."""
 
 SLOWEST_CELL_RATE = 0.0003
 
@@ -81,8 +78,7 @@ class Mixer(NamedTuple):
 
     Attributes:
         weights: of each input, by set; float64 ``[SETS, WEIGHT_COLUMNS]``.
-        correction: probability at each knot, by set; float64 ``[SETS + 1, KNOTS]``; the last row is the logistic
-            function.
+        correction: probability at each knot, by set, and last the logistic function; float64 ``[SETS + 1, KNOTS]``.
     """
 
     cells: Cells

@@ -1,7 +1,5 @@
-"""The outputs of one namespace, in arrays of fixed size; when full, the oldest outputs are removed.
-
-An output is removed entirely, but piece by piece, so that no step waits for a long one.
-"""
+"""The outputs of one namespace, in arrays of fixed size; when full, the oldest are removed: entirely, but piece by
+piece, so that no step waits for a long one."""
 
 from __future__ import annotations
 
@@ -30,8 +28,7 @@ MIN_GROWTH_BYTES = 1 << 16
 
 
 class Texts(NamedTuple):
-    """A raw copy of outputs, decoded later: rows of ``Index.text``, and each output's first chunk, oldest first,
-    int64."""
+    """Raw outputs, decoded later: rows of ``Index.text``, and each output's first chunk, int64, oldest first."""
 
     rows: RecordArray
     firsts: IntArray
@@ -51,8 +48,8 @@ class Namespace:
 
     Args:
         capacity: maximum bytes of its arrays, at least 2**16.
-        allow: called with the namespace and the bytes it requests; returns those granted. Without it, the namespace has
-            its full capacity at once.
+        allow: called with the namespace and the bytes it requests; returns those granted. Without it, the full capacity
+            is granted at once.
 
     Attributes:
         granted: bytes it may use, at most ``capacity``.
@@ -128,7 +125,7 @@ class Namespace:
                 pass
 
     def _withdraw(self) -> bool:
-        """Remove a piece of the oldest output; return whether it was the last piece."""
+        """Remove a piece of the oldest output; return whether it was the last."""
         if self._leaving is None:
             self._leaving = _front(self.outputs.popleft())
         done = text_cursor.withdraw(self.index, self._leaving, PIECE_TOKENS)

@@ -1,7 +1,4 @@
-"""The namespaces of a trie, least recently used first, and their common memory limit.
-
-A namespace requests bytes before it grows, so the limit always holds.
-"""
+"""The namespaces of a trie, least recently used first; they request bytes to grow, so their common limit holds."""
 
 from __future__ import annotations
 
@@ -93,8 +90,8 @@ class NamespaceLRU(Mapping[str, Namespace]):
         return max(0, min(requested, self._limit - self.granted))
 
     def _make_room(self, requested: int, more: int, keep: Namespace | None = None) -> None:
-        """Free the requested bytes and room for ``more`` namespaces: drop the least recently used namespace of the
-        largest owner, never one with a live request."""
+        """Free bytes and room for ``more`` namespaces: drop the largest owner's least recently used ones, never one
+        with a live request."""
         while (room := self._limit - self.granted - requested) < 0 or len(self._spaces) + more > self._most:
             entries = [
                 (None if each.writers or each is keep else name, owner_of(name), each.granted if room < 0 else 1)

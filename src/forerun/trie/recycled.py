@@ -2,9 +2,8 @@
 
 A verifying pass computes logits after every node of a draft, accepted or not. The top tokens of each row are stored
 under the last two tokens before it, and under the last one; where these come again, they are candidates. This is Token
-Recycling (Luo et al., 2024, arXiv 2408.08696), with two tokens of context, and weighed by the mixer.
-
-A newer list overwrites an older one in its slot, so the table has a fixed size.
+Recycling (Luo et al., 2024, arXiv 2408.08696) with two tokens of context, weighed by the mixer. A newer list overwrites
+an older one in its slot, so the table has a fixed size.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ NO_ROWS = RecycledRows(
 
 
 class RowsToKeep(NamedTuple):
-    """Rows that are stored once their sequence has ``at`` tokens, int64 ``[n]``: the mixer must not judge a list that
-    was made from the answer."""
+    """Rows to store once their sequence has ``at`` tokens, int64 ``[n]``: the mixer must not judge lists made from the
+    answer."""
 
     at: IntArray
     rows: RecycledRows
@@ -66,7 +65,7 @@ NOTHING_TO_KEEP = RowsToKeep(np.empty(0, np.int64), NO_ROWS)
 
 
 def joined(parts: Sequence[RowsToKeep]) -> RowsToKeep:
-    """Concatenate rows. Raises ValueError if the lengths of their arrays differ."""
+    """Concatenate rows; raise ValueError if the lengths of their arrays differ."""
     if not parts:
         return NOTHING_TO_KEEP
     both = parts[0]
@@ -85,8 +84,7 @@ BLOCK_LOGITS = 64
 
 @compiled
 def best_of_rows(logits: Float32Array, tokens: Int32Array, scores: Float32Array) -> None:
-    """Fill ``tokens`` and ``scores``, ``[n, LISTED]``, with the best of logits ``[n, V]``; tokens are padded with
-    -1."""
+    """Fill ``tokens`` (padded with -1) and ``scores``, ``[n, LISTED]``, with the best of logits ``[n, V]``."""
     rows, vocabulary = logits.shape
     for row in range(rows):
         tokens[row], scores[row] = -1, -np.inf

@@ -1,8 +1,5 @@
-"""The spelling of words without a leading space.
-
-A table may have `` silver`` as one token; JSON has ``silver`` after a quote, as other tokens. Gapped matches use this
-to recognise the word.
-"""
+"""The spelling of words without a leading space, by which gapped matches recognise them: a table may have `` silver``
+as one token; JSON has ``silver`` after a quote, as others."""
 
 from __future__ import annotations
 
@@ -29,11 +26,8 @@ QUOTE = '"'
 
 @functools.lru_cache(maxsize=4)
 def spellings(tokenizer: Tokenizer) -> Int32Array:
-    """Return how each word token with a leading space is spelled after a quote, int32 ``[vocabulary, LONGEST_WORD]``.
-
-    Rows are padded with ``UNWRITTEN``, and empty for tokens without a spelling, or if the tokenizer cannot encode a
-    quote.
-    """
+    """Return how each word token with a leading space is spelled after a quote, int32 ``[vocabulary, LONGEST_WORD]``,
+    padded with ``UNWRITTEN``; all rows are empty if the tokenizer cannot encode a quote."""
     table = np.full((tokenizer.get_vocab_size(), LONGEST_WORD), UNWRITTEN, np.int32)
     spaced = [number for token, number in tokenizer.get_vocab().items() if token.startswith(SPACES)]
     words = [word.lstrip(" ") for word in tokenizer.decode_batch([[number] for number in spaced])]

@@ -1,11 +1,11 @@
 """Every table of the index, and its columns.
 
-A table is a numpy array of records, like an array of C structs: ``table[row].column`` works in compiled code and in
-Python. Compiled, it is one load or store. In Python a row costs a microsecond or two and ``table["column"]`` a tenth of
-that, so code in every step uses the latter.
+A table is a numpy array of records, like an array of C structs: ``table[row].column`` is one load or store in compiled
+code. In Python it costs a microsecond or two and ``table["column"]`` a tenth of that, so code in every step uses the
+latter.
 
 Conventions: 0 is "none" in every link and position, so row 0 of ``slots``, ``blocks`` and ``text`` is unused. A
-*source* is ``OWN`` (the request) or ``SHARED`` (its namespace). A gapped *match* is ``PROMPT_MATCH`` or
+*source* is ``OWN`` (the request) or ``SHARED`` (its namespace); a gapped *match* is ``PROMPT_MATCH`` or
 ``OUTPUT_MATCH``. ``docs/trie.md`` fills these tables step by step.
 """
 
@@ -56,7 +56,7 @@ _ENTRY: Any = {
 }
 
 ENTRY = _of(np.dtype(_ENTRY, align=True))
-"""``Index.blocks``: the followers of a context that has several: a header row, then one row per follower.
+"""``Index.blocks``: a context's followers, if several: a header row, then one row per follower.
 
 - ``token``, ``count``: a follower, and how often it followed.
 - ``followers``: header: number of followers; shares memory with ``token``.
@@ -65,8 +65,7 @@ ENTRY = _of(np.dtype(_ENTRY, align=True))
 """
 
 TEXT_CHUNK = _records(("tokens", np.int32, (CHUNK_TOKENS,)), ("after", np.int32), ("before", np.int32))
-"""``Index.text``: a chunk of a sequence: its tokens, padded with -1, the chunk after it (or the next free one) and the
-one before it."""
+"""``Index.text``: a chunk of a sequence: tokens, padded with -1; next chunk (or next free one), previous one."""
 
 INDEX_STATE = _records("mask split slots slot_top slot_free rows block_top chunks chunk_top chunk_free tokens lists")
 """``Index.state``: one row of counters.
@@ -97,7 +96,7 @@ RECYCLED_LIST = _records(
 """
 
 COPY = _records("position agreed wrong")
-"""``TextCursor.copies``: where the sequence seems to repeat an earlier passage; the match model of the PAQ compressors.
+"""``TextCursor.copies``: where the sequence seems to repeat an earlier passage, as in PAQ's match model.
 
 - ``position``: of the token that the copy predicts next.
 - ``agreed``: how many tokens before it equal the last ones of the sequence.
@@ -146,12 +145,11 @@ ABSENT = _records(("shorter", np.int32), ("unknown", np.int32), ("rare", np.int3
 """
 
 PREDICTION = _records("token cell agreed")
-"""``PositionEvidence.copies``: the token that a copy predicts, the cell for all other tokens (the next is for this
-one), and ``COPY.agreed``."""
+"""``PositionEvidence.copies``: a predicted token, the cell of all others (the next is its own), ``COPY.agreed``."""
 
 NOISE = _records(("seed", np.uint64), "position", ("temperature", np.float64))
-"""``DraftWorkspace.noise``: determines the noise of the token at ``position``; see ``evidence.noise_of``. ``seed`` is
-the sampler's, mixed once; ``temperature`` is 0 if noise is unknown or absent."""
+"""``DraftWorkspace.noise``, the noise of the token at ``position`` (see ``evidence.noise_of``): the sampler's seed,
+mixed once, and the temperature, 0 if noise is unknown or absent."""
 
 TEXT_STEP = _records(
     "own shared cursor mixer",
@@ -164,12 +162,11 @@ TEXT_STEP = _records(
 
 - ``own``, ``shared``, ``cursor``, ``mixer``: addresses; see ``array_handles``.
 - ``seed``, ``temperature``, ``position``: of ``NOISE``.
-- ``least``: minimum probability of the draft's nodes.
+- ``least``, ``budget``, ``max_depth``: of the draft: minimum probability of nodes, their number, depth.
 - ``room``: tokens that fit the request's index.
 - ``at``: next token to index, in the vector of all tokens. New ones end before ``new_end``, tentative ones before
   ``pending_end``. The mixer trains on those before ``taught_end``.
 - ``list_at``, ``list_end``: its lists, in the table of all lists.
-- ``budget``, ``max_depth``: of the draft.
 - ``piece``, ``nodes``: tokens indexed last, and nodes drafted.
 """
 

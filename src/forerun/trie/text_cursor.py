@@ -1,9 +1,8 @@
 """The state at the end of a sequence, and its update when a token is added or removed.
 
-An added token is counted after its contexts, appended, and moves the copies and matches.
-
-A copy points after an earlier occurrence of the last tokens and predicts that the sequence continues as it did there.
-It survives a wrong prediction, because repeated passages often replace one word, and ends after several in a row.
+An added token is counted after its contexts, appended, and moves the copies and matches. A copy points after an earlier
+occurrence of the last tokens and predicts that the sequence continues as it did there. It survives a wrong prediction,
+because repeated passages often replace one word, and ends after several in a row.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from forerun.trie.token_store import (
 )
 
 MOST_WRONG = 0b1111
-"""A copy ends when these bits of ``COPY.wrong`` are set: its last four predictions were wrong."""
+"""A copy ends when its last four predictions were wrong: these bits of ``COPY.wrong``."""
 
 REMEMBERED = 512
 """Tokens at the end of a prompt that count as recent."""
@@ -95,8 +94,7 @@ class TextCursor(NamedTuple):
         return bool(self.ends["position"][SHARED] < 0)
 
     def leave_shared(self) -> None:
-        """Stop copying from and writing to the shared source, whose content is replaced: without its start, the rest of
-        this output would be another sequence."""
+        """Leave the shared source, whose content is replaced: without its start, the rest would be another sequence."""
         self.copies[0, SHARED].position = 0
         self.ends[SHARED].position, self.ends[SHARED].chunk = -1, 0
 
@@ -124,7 +122,7 @@ def follow_copy(index: Index, copies: RecordArray, node: int, source: int, token
 
 @compiled
 def _seek_copy(index: Index, cursor: TextCursor, source: int, own: Index) -> None:
-    """Move a copy after the latest occurrence of the last tokens, if as many agree; the longer n-gram goes first."""
+    """Move a copy after the latest occurrence of the last n-gram, longer first, if as many tokens agree."""
     copy = cursor.copies[0, source]
     for length in (LONG_NGRAM, SHORT_NGRAM):
         if copy.agreed >= MAX_AGREED:
@@ -207,10 +205,7 @@ def publish(shared: Index, cursor: TextCursor, tokens: IntArray) -> None:
 
 @compiled
 def withdraw(index: Index, cursor: TextCursor, most: int) -> bool:
-    """Remove up to ``most`` tokens from the start of a shared output; return whether nothing is left.
-
-    ``cursor.ends[SHARED].position`` is the next token to remove, and ``cursor.hashes[SHARED]`` its contexts.
-    """
+    """Remove up to ``most`` tokens of a shared output, from ``cursor`` on; return whether nothing is left."""
     position = cursor.ends[SHARED].position
     for _ in range(most):
         token = read(index, position) if position != 0 else UNWRITTEN
@@ -250,8 +245,8 @@ def peek(own: Index, shared: Index, cursor: TextCursor, scratch: TextCursor, tok
 
 @compiled
 def known_suffix(own: Index, shared: Index, cursor: TextCursor, scratch: TextCursor, tokens: IntArray) -> int:
-    """Return the length of the longest suffix seen before, up to ``MAX_AGREED``, as far as hints tell; 0 if the last
-    n-grams have none. ``tokens`` follow the cursor without being indexed; ``scratch`` is overwritten."""
+    """Return the length of the longest suffix seen before, as far as hints tell, up to ``MAX_AGREED``. ``tokens``
+    follow the cursor without being indexed; ``scratch`` is overwritten."""
     longest, end = 0, cursor.ends[OWN].position
     for source in range(2):
         index = own if source == OWN else shared

@@ -15,9 +15,8 @@ from forerun.trie.arrays import HashArray, Index, Int32Array, mix, table_row
 from forerun.trie.tables import CHUNK_TOKENS, RecordArray
 
 SHORT_NGRAM, LONG_NGRAM = 3, 5
-"""Lengths of the two hinted n-grams. ``SHORT_NGRAM`` tokens must agree before a copy starts; ``LONG_NGRAM`` is the
-longest hashed context. With few distinct tokens, the latest occurrence of three is rarely the useful one, while five
-recur later than three."""
+"""Lengths of the two hinted n-grams; a copy needs ``SHORT_NGRAM`` agreeing tokens, and contexts are hashed up to
+``LONG_NGRAM``. With few distinct tokens, the latest occurrence of five is useful more often than that of three."""
 
 MAX_AGREED = 32
 
@@ -134,10 +133,8 @@ def set_hint(index: Index, hashed: np.uint64, position: int) -> None:
 
 @compiled
 def collect(text: RecordArray, firsts: IntArray, out: Int32Array, ends: IntArray) -> None:
-    """Concatenate sequences, given by their first chunks, int64 ``[n]``.
-
-    ``out`` needs room for all chunks, int32; ``ends`` receives each sequence's end in it, int64 ``[n]``.
-    """
+    """Concatenate sequences, given by first chunks, int64 ``[n]``, into ``out``, int32 with room for all chunks; fill
+    ``ends``, int64 ``[n]``."""
     at = 0
     for number in range(len(firsts)):
         chunk = firsts[number]

@@ -1,10 +1,9 @@
-"""The trie drafter's index of prompts and earlier outputs.
+"""The trie drafter's index of prompts and earlier outputs; ``docs/trie.md`` derives it from one example.
 
-Each namespace has one shared index of its outputs; when it is full, the oldest outputs are removed. Each live request
-has a private index of its prompt and output, freed when the request ends ("branch eliminating", Lookahead paper,
-section 4.3). Each namespace trains its own mixer, so drafts reveal nothing about other namespaces. Threads take turns,
-since compiled code receives addresses of arrays that another thread might replace. ``docs/trie.md`` derives the index
-from one example.
+Each namespace has one shared index of its outputs; when it is full, the oldest are removed. Each live request has a
+private index of its prompt and output, freed when the request ends ("branch eliminating", Lookahead paper, section
+4.3). Each namespace trains its own mixer, so drafts reveal nothing about other namespaces. Threads take turns, since
+compiled code receives addresses of arrays that another thread might replace.
 """
 
 from __future__ import annotations
@@ -62,10 +61,9 @@ class TextUpdate(NamedTuple):
 
     Attributes:
         lists: top tokens of rows of logits.
-        pending: tentative tokens after ``new``, which are not indexed.
-        budget, max_depth: of the draft, in nodes and tokens; see ``Trie.retrieve``.
-        untaught: how many of the last new tokens are indexed without training the mixer.
-        least: minimum estimated probability of the draft's nodes.
+        pending: tentative tokens after ``new``, not indexed.
+        budget, max_depth, least: of the draft; see ``Trie.retrieve``.
+        untaught: how many of the last new tokens do not train the mixer.
     """
 
     request_id: int
@@ -83,10 +81,9 @@ class _Live:
     """A live request.
 
     Attributes:
-        own: its private index.
-        length: tokens of its sequence, including those of the prompt not indexed yet.
+        length: tokens of its sequence, including those not indexed yet.
         room: tokens that fit its index.
-        unread: what is left to index of prediction and prompt, each with its cursor.
+        unindexed: the rest of prediction and prompt, each with its cursor.
         predicted: whether its index starts with a predicted output.
         noise: that it samples with, if drafts may use it.
         cut: whether a warning said that the rest of its output is not indexed.
@@ -151,7 +148,7 @@ class Trie(TrieStore):
 
     def set_static_lists(self, rows: RecycledRows) -> None:
         """Draft from lists that the model computed without context, in later requests, where request and namespace have
-        none. They contain no user data, so all namespaces may read them. On collisions, the first rows win."""
+        none. They contain no user data, so all namespaces share them. On collisions, the first rows win."""
         maker, last_first = Trie(self.config), np.arange(len(rows.last))[::-1]
         maker.begin(0, "", [0])
         before, last, tokens, scores = rows
@@ -172,15 +169,11 @@ class Trie(TrieStore):
         """Start a request and index the first piece of its prompt; ``catch_up`` indexes the rest.
 
         Args:
-            request_id: any number that is not live.
+            request_id: any number; ValueError if it is already live.
             namespace: whose outputs it drafts from and joins.
             expected: tokens that may be generated, to allocate room for.
-            prediction: expected output, indexed like the prompt; the output is assumed to copy it from its first token
-                until it diverges.
+            prediction: expected output, indexed like the prompt; the output is assumed to copy it until it diverges.
             noise: that it samples with, if drafts may use it.
-
-        Raises:
-            ValueError: if the request is already live.
         """
         if request_id in self._live:
             raise ValueError(f"request {request_id} is already live")
@@ -224,7 +217,7 @@ class Trie(TrieStore):
         return [draft.cut(end, end - count) for count, end in zip(nodes, accumulate(nodes), strict=True)]
 
     def _step(self, updates: Sequence[TextUpdate], tokens: IntArray, lists: RowsToKeep, draft: Draft) -> list[int]:
-        """Repeat the compiled call, making room in between, until it is done. Returns the nodes of each draft."""
+        """Repeat the compiled call, making room in between; return the nodes of each draft."""
         lives = [self._of(update.request_id) for update in updates]
         if not self._workspace.holds(most := max((update.budget for update in updates), default=0)):
             self._workspace = DraftWorkspace.allocate(most)
@@ -280,8 +273,7 @@ class Trie(TrieStore):
         self.step([TextUpdate(request_id, tokens)])
 
     def recycle(self, request_id: int, rows: RecycledRows) -> None:
-        """Store the top tokens of rows of logits, for drafts in the namespace; raise ValueError if array lengths
-        differ."""
+        """Store top tokens of rows of logits for drafts in the namespace; raise ValueError if array lengths differ."""
         self.step([TextUpdate(request_id, lists=RowsToKeep(np.zeros(len(rows.last), np.int64), rows))])
 
     def retrieve(self, request_id: int, budget: int, max_depth: int, pending: Tokens = (), least: float = 0.0) -> Draft:

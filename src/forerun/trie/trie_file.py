@@ -1,9 +1,8 @@
-"""Trie files: versioned, checksummed, written atomically, without pickle.
+"""Trie files: versioned, checksummed, written atomically, without pickle; the index is rebuilt from the outputs.
 
 Layout: ``TRIE_FILE_MAGIC``, version (uint32), SHA-256 of the rest, header length (uint32), header (JSON: the
 vocabulary's name, the size of a dumped mixer, and name, outputs and tokens of each namespace), then little-endian, for
-each namespace: its mixer (float32), the lengths of its outputs and their tokens (int32). The index is rebuilt from the
-outputs.
+each namespace: its mixer (float32), the lengths of its outputs and their tokens (int32).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ TRIE_FILE_MAGIC = b"forerun trie\n"
 TRIE_FILE_VERSION = 5
 
 TEXTS_VERSIONS = (3, 4)
-"""Older versions with readable outputs. Their mixers, for other kinds of evidence, are not read."""
+"""Older versions with readable outputs; their mixers rate other kinds of evidence and are not read."""
 
 ONE_MIXER_VERSION = 3
 
@@ -57,7 +56,7 @@ def write(
 
     Raises:
         OSError: if it cannot be written, as on a full disk; ``path`` is unchanged. Or if the folder cannot be
-            synchronised; ``path`` is new, but may be lost in a power cut. The message says which.
+            synchronised; ``path`` is new, but may be lost in a power cut.
     """
     path = Path(path)
     sizes = [[name, len(texts), sum(map(len, texts))] for name, texts in namespaces.items()]

@@ -1,7 +1,4 @@
-"""A folder with one trie file per namespace, rewritten when the namespace changes.
-
-A file is replaced atomically, so a crash leaves the last complete one. Damaged files are renamed on reading.
-"""
+"""A folder with one trie file per namespace, replaced atomically when it changes; damaged files are renamed."""
 
 from __future__ import annotations
 
@@ -22,10 +19,7 @@ TRIE_SUFFIX, DAMAGED, LOCK = ".trie", ".damaged", ".lock"
 
 
 class Folder:
-    """Stores one trie, for one process at a time.
-
-    Args:
-        path: created if missing, readable only by its owner.
+    """Stores one trie, for one process at a time, in a folder that only its owner can read.
 
     Raises:
         ValueError: if another process uses the folder.
@@ -37,7 +31,7 @@ class Folder:
         self.path, self._vocabulary = path, vocabulary
         self._lock = _lock_file(path / LOCK)
         self._written: dict[str, int] = {}
-        """By namespace, the change that its file contains (see ``TrieStore.changes``); 0 for none."""
+        """By namespace, the change (``TrieStore.changes``) that its file contains; 0 for none."""
         for left in path.glob(f".*{TRIE_SUFFIX}.*.tmp"):  # left by a killed process
             left.unlink()
 
@@ -101,7 +95,7 @@ class Folder:
 
 
 def _lock_file(path: Path) -> IO[bytes]:
-    """Open a file and lock it until it is closed or the process ends; without locks outside POSIX."""
+    """Open a file and lock it (on POSIX) until it is closed or the process ends."""
     file = path.open("ab")
     if os.name == "posix":
         import fcntl

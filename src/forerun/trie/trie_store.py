@@ -1,7 +1,5 @@
-"""What a trie keeps between requests and can save: each namespace's outputs and mixer.
-
-Threads take turns. A save holds the lock only while memory is copied.
-"""
+"""What a trie keeps between requests and can save: each namespace's outputs and mixer. Threads take turns. A save holds
+the lock only while memory is copied."""
 
 from __future__ import annotations
 
@@ -28,16 +26,13 @@ Tokens = Sequence[int] | IntArray
 
 @dataclass(frozen=True)
 class TrieConfig:
-    """Limits of the index, and the learning rate.
+    """Limits of the index, and the learning rate; raise ValueError for a value out of range.
 
     Attributes:
         capacity: maximum bytes of a namespace. Beyond it, the oldest outputs are removed.
         namespaces: maximum number of namespaces. Beyond it, the least recently used one without live requests is
             dropped. Together they use up to ``namespaces * capacity`` bytes: 4 GiB by default.
         prompt_capacity: maximum prompt tokens to index; of a longer prompt, the end.
-
-    Raises:
-        ValueError: for a value out of range.
     """
 
     capacity: int = 1 << 26
@@ -68,8 +63,7 @@ class TrieStore:
         """Index sequences as if ``namespace`` had generated them, without training the mixer.
 
         Raises:
-            ValueError: if a token is not in [0, 2**31), or a sequence is too long for any namespace; sequences before
-                it are indexed.
+            ValueError: if a token is not in [0, 2**31), or a sequence is too long; those before it are indexed.
         """
         longest = self.config.capacity // BYTES_PER_TOKEN
         for sequence in sequences:
@@ -102,11 +96,8 @@ class TrieStore:
     def bound(self, limit: int, namespaces: int, per_owner: int | None = None) -> None:
         """Bound the bytes of all namespaces, their number, and that of one owner's (``owner/name``).
 
-        The least recently used namespaces are dropped, those of the largest owner first; or the oldest outputs of the
-        one being written. Indexes of live requests are not included.
-
-        Raises:
-            ValueError: for a limit under 2**16, or fewer than one namespace.
+        The largest owner's least recently used namespaces are dropped first, then the oldest outputs of the one being
+        written. Indexes of live requests are not included. Raises ValueError for a limit under 2**16, or no namespace.
         """
         self._shared.bound(limit, namespaces, per_owner)
 
@@ -131,18 +122,15 @@ class TrieStore:
         self._shared.open(namespace).mixer = mixer
 
     def save(self, path: str | os.PathLike[str], vocabulary: str = "") -> None:
-        """Write all namespaces, and the vocabulary's name, to ``path`` atomically; prompts are never written.
-
-        Raises:
-            OSError: if it cannot be written, as on a full disk; ``path`` is unchanged.
-        """
+        """Write all namespaces, and the vocabulary's name, to ``path`` atomically, without prompts. Raises OSError if
+        it cannot be written, as on a full disk; ``path`` is unchanged."""
         with self.lock:
             texts = {name: self._texts(name) for name in self._shared}
             learned = {name: self._learned(name) for name in self._shared}
         trie_file.write(path, {name: each.read() for name, each in texts.items()}, learned, vocabulary)
 
     def load(self, path: str | os.PathLike[str], vocabulary: str = "") -> None:
-        """Replace all namespaces by those of a file; beyond the capacity, the latest outputs stay. A file that names no
+        """Replace all namespaces by those of a file; beyond the capacity, the latest outputs stay. A file without a
         vocabulary fits any.
 
         Raises:
@@ -181,11 +169,7 @@ class TrieStore:
 
 
 def checked(tokens: Tokens) -> IntArray:
-    """Return tokens as a vector that compiled code may read.
-
-    Raises:
-        ValueError: if they are not a vector, or one is not in [0, 2**31).
-    """
+    """Return tokens as a vector for compiled code; raise ValueError for another shape, or ids outside [0, 2**31)."""
     array = np.ascontiguousarray(tokens, dtype=np.int64)
     if not array.flags.carray:  # numba compiles read-only memory as another type
         array = array.copy()

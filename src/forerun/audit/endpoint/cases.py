@@ -108,8 +108,7 @@ CHAT_LOGPROBS: Json = {"logprobs": True, "top_logprobs": 5}
 
 @dataclass(frozen=True)
 class CasePlan:
-    """Which cases to send. ``prompts`` are sent in addition to the built-in ones; ``own`` are bodies of the user's
-    requests."""
+    """Which cases to send: the built-in prompts, further ``prompts``, and bodies of the user's ``own`` requests."""
 
     kinds: Sequence[Kind] = CASE_KINDS
     prompts: Sequence[str] = ()
@@ -198,8 +197,8 @@ _MAKERS = {
 
 
 def read_requests(file: Path) -> list[Json]:
-    """Read the user's requests: JSON lines of bodies as sent, each with ``messages`` or a ``prompt``. Raise ValueError
-    for any other line, with its number."""
+    """Read the user's requests: JSON lines of bodies as sent, each with ``messages`` or a ``prompt``; raise ValueError,
+    with the line's number, for any other."""
     bodies = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():

@@ -1,5 +1,4 @@
-"""A client of OpenAI-compatible servers, over Python's HTTP client; it reads a complete answer as a stream of one
-chunk."""
+"""A client of OpenAI-compatible servers; it reads a complete answer as a stream of one chunk."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ class TokenScore:
 
 @dataclass(frozen=True)
 class EndpointAnswer:
-    """A server's answer, or an ``error``. ``scores`` are log-probabilities, if requested. ``drafted`` and ``accepted``
-    are the server's count, or None."""
+    """A server's answer, or an ``error``; with log-probabilities if requested, and draft counts if reported."""
 
     text: str = ""
     reasoning: str = ""
@@ -96,8 +94,8 @@ class Endpoint:
 
 
 def fold(chunks: Iterable[Json]) -> EndpointAnswer:
-    """Fold chunks, or one complete answer, into an answer. Raise ValueError with the message of an error within a
-    stream, and for an answer that broke off."""
+    """Fold chunks, or one complete answer, into an answer. Raise ValueError for an error within a stream, with its
+    message, and for an answer that broke off."""
     text, reasoning, finish = "", "", ""
     calls: dict[int, list[str]] = {}
     scores: list[TokenScore] = []
@@ -171,7 +169,6 @@ def _drafts(chunk: Json) -> tuple[int, int] | None:
 
 
 def _refusal(error: HTTPError) -> str:
-    """Return a refusal's status and the server's message."""
     body = error.read(1 << 16).decode(errors="replace")
     try:
         fields = json.loads(body)

@@ -57,11 +57,9 @@ def _score_difference(expected: EndpointAnswer, got: EndpointAnswer) -> Differen
 def margin(
     difference: Difference, got: EndpointAnswer, reference: EndpointAnswer, audited: EndpointAnswer
 ) -> float | None:
-    """Return the gap of the two tokens at the first difference, by the reference's log-probabilities.
-
-    For a token that is not listed, this is a lower bound: the gap to the last one listed. ``got`` is the audited answer
-    that differs; ``reference`` and ``audited`` answer the same requests with log-probabilities.
-    """
+    """Return the gap of the two tokens at the first difference by the reference's log-probabilities, or a lower bound
+    if a token is not listed. ``got`` differs; ``reference`` and ``audited`` answer the same requests with
+    log-probabilities."""
     pairs = enumerate(zip(reference.scores, audited.scores, strict=False))
     parted = next(((i, b.spelling) for i, (a, b) in pairs if a.spelling != b.spelling), None)
     if parted is not None:

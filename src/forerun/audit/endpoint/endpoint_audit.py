@@ -1,7 +1,7 @@
 """Compare a server's answers with and without speculation: two servers, two settings of one, or one queried twice.
 
-Each case is sent unstreamed, streamed, and together with others. If an answer differs, the reference is queried again:
-if it does not repeat itself, it cannot judge. Then log-probabilities show how close the two tokens were.
+Each case is sent unstreamed, streamed, and together with others. After a difference the reference is queried again: if
+it does not repeat itself, it cannot judge; else log-probabilities show how close the two tokens were.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Variant:
 @dataclass(frozen=True)
 class CaseComparison:
     """A case in one form. ``difference`` is None for equal answers; ``refusal`` says why neither answered. ``drafted``
-    and ``accepted`` are those of the audited answer; None if the server reports none."""
+    and ``accepted`` are the audited answer's; None if the server reports none."""
 
     case: Case
     form: Form
@@ -79,8 +79,7 @@ class EndpointReport:
         return self.audited == self.reference
 
     def failed(self, strict: bool = False) -> bool:
-        """Return whether an answer differs by more than rounding, or at all if ``strict``, or none could be
-        compared."""
+        """Return whether an answer differs (unless ``strict``, by more than rounding), or none could be compared."""
         bad = self.count("different") + (self.count("rounding") + self.count("unstable") if strict else 0)
         return bad > 0 or not self.count("equal") + self.count("rounding")
 
@@ -93,8 +92,8 @@ def audit_endpoint(
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
 ) -> EndpointReport:
     """Compare all cases in all forms: ``audited`` with speculation, ``reference`` without; two equal ones query one
-    server twice. ``rounding`` is the gap of log-probabilities that rounding may close. ``progress`` is called with
-    comparisons done, comparisons to do, and a description of the current one."""
+    server twice. ``rounding``: gap of log-probabilities to allow. ``progress``: called with comparisons done and to do,
+    and the current one."""
     run = _CaseRuns(audited, reference, cases, rounding)
     total, found = len(FORMS) * len(cases), list[CaseComparison]()
     for form in ("whole", "streamed"):

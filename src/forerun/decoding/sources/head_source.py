@@ -1,14 +1,12 @@
 """Draft with a trained head: a tree of its likeliest continuations, grown level by level (EAGLE-2, Li et al., 2024).
 
 The head extends the likeliest nodes of each level. A node's estimate is the product of the head's probabilities down to
-it, and the likeliest nodes of all levels are the tree.
+it, and the likeliest nodes of all levels are the tree. Coupled sampling has known noise, so a token ranks by log p +
+noise, as in the target, and its estimate is its share among the exponentials of these sums. Under rejection sampling
+the head draws a chain independently, and returns ``q``.
 
-Coupled sampling has known noise, so a token ranks by log p + noise, as in the target, and its estimate is its share
-among the exponentials of these sums. Under rejection sampling the head draws a chain independently, and returns ``q``.
-
-Over a shortlist (``models/heads/shortlist.py``), probabilities are shares among its tokens, and ``q`` is 0 for all
-others. Besides frequent tokens, a request's shortlist has those of its prompt, its output, and other drafters'
-proposals.
+Over a shortlist (``models/heads/shortlist.py``) of frequent tokens and those of the prompt, the output and other
+drafters' proposals, probabilities are shares among its tokens, and ``q`` is 0 for all others.
 """
 
 from __future__ import annotations
@@ -49,14 +47,12 @@ FloatArray = npt.NDArray[np.float64]
 
 
 class HeadSource(Source):
-    """Drafts trees with a head, for all rows of a batch together.
+    """Drafts trees with a head, for all rows of a batch together; raises ValueError for a head that does not fit the
+    target.
 
     Args:
-        width: nodes per level that the head extends, and children of each.
+        width: nodes per level that the head extends, and children of each; at least 1.
         frequent: returns the tokens in all shortlists; None to draft over all of the head's tokens.
-
-    Raises:
-        ValueError: for a width under 1, or a head that does not fit the target.
     """
 
     def __init__(
@@ -75,8 +71,7 @@ class HeadSource(Source):
 
     @torch.inference_mode()
     def _measure(self) -> float:
-        """Return the seconds of a trial: reading the states that it needs, and growing a tree of half the levels, since
-        most trees end early."""
+        """Return the seconds of a trial: reading states, and growing half the levels, since most trees end early."""
         tokens = np.arange(self.head.context + 1) % self._target.vocabulary
         block, cache = Block(tokens[:-1], DraftTree.empty(), 0), self._target.adopt(FullCache())
         [(_, states, _)] = self._target.score_rows([block], [cache], self.head.layers)
@@ -251,8 +246,7 @@ class _GrowingTree:
         return _Offer(np.take_along_axis(tokens, order, -1), np.take_along_axis(shares, order, -1))
 
     def _scores(self, logits: torch.Tensor, known: torch.Tensor | None, vocabulary: int) -> torch.Tensor:
-        """Return processed scores over the target's vocabulary, ``[n, V]``, as the sampler would see them at each
-        node."""
+        """Return processed scores over the target's vocabulary, ``[n, V]``, as the sampler would at each node."""
         if known is not None:
             whole = logits.new_full((len(logits), vocabulary), -torch.inf)
             logits = whole.index_copy_(1, known, logits)
@@ -284,8 +278,7 @@ class _GrowingTree:
 
 
 def _best(scores: torch.Tensor, known: torch.Tensor | None, count: int) -> tuple[IntArray, FloatArray]:
-    """Return the best tokens of scores ``[n, D]`` and their scores, ``[n, count]``, in one transfer; ``known`` are ids
-    of the columns, if not all."""
+    """Return the ``count`` best tokens of scores ``[n, D]``, and these, in one transfer; ``known``: see ``offer``."""
     top = scores.topk(min(count, scores.shape[-1]))
     chosen = top.indices if known is None else known[top.indices]
     tokens, bits = to_cpu([chosen.flatten(), top.values.double().flatten().view(torch.int64)])

@@ -30,8 +30,7 @@ TOKENS_A_READ = 8
 """Tokens indexed per token that a model prefills. Indexing one costs 3 us."""
 
 LEARN_TOKENS = 32
-"""Index lazily: at the next draft, or when a request lacks 32 tokens at a look-up of its suffix, for all requests in
-one call. So a step without drafts seldom pays for indexing."""
+"""Index lazily, all requests in one call: at the next draft, or when one lacks 32 tokens at a look-up of its suffix."""
 
 NO_NODES = Limit(0)
 NOTHING_BEFORE = np.array([-1])
@@ -68,12 +67,9 @@ class TrieSource(Source):
     evidence nor the best tokens of logits are updated.
 
     Args:
-        config, trie: of a new trie, or one to use instead, shared or loaded from a file.
+        config, trie: of a new trie, or one to use instead, shared or loaded from a file; ValueError for both.
         waits: whether to wait for compilation; else drafting starts when it is done.
         lists: makes the model's static lists; see ``models.forward.static_lists``.
-
-    Raises:
-        ValueError: if ``config`` and ``trie`` are both given.
     """
 
     wants = Wants(best=LISTED)
@@ -95,8 +91,8 @@ class TrieSource(Source):
         self.trie.warm(namespace, sequences)
 
     def warm_up(self) -> None:
-        """Set the model's static lists, and load the trie's machine code. If there is none, other processes compile it
-        while this one waits or generates without drafts."""
+        """Set the model's static lists, and load the trie's machine code, or let other processes compile it while this
+        one waits or generates without drafts."""
         if self._lists is not None:
             self.trie.set_static_lists(self._lists())
         if not compiled_before():
@@ -114,8 +110,7 @@ class TrieSource(Source):
         self.trie.warm_up()
 
     def _ready(self) -> bool:
-        """Return whether machine code is loaded. Once it is, index the requests that started before, including ended
-        ones."""
+        """Return whether machine code is loaded; once it is, index all requests that started before."""
         if self._code is None:
             return True
         if self._code.running:
@@ -183,8 +178,8 @@ class TrieSource(Source):
 
     def _recycle(self, noted: _Text, outcome: Outcome) -> None:
         """Note the best tokens of the scored rows, to store after the step's tokens are indexed: otherwise the mixer
-        would judge lists that were made from the answer. Replays have no logits; from a device, lists come with the
-        step's transfer or not at all."""
+        would judge lists made from the answer. From a device, lists come with the step's transfer; replays have
+        none."""
         if outcome.best is None and (elsewhere(outcome.logits) or not outcome.logits.shape[0]):
             return
         request = noted.request
@@ -213,16 +208,15 @@ class TrieSource(Source):
 
 
 def _noise_of(sampler: Sampler) -> SamplingNoise | None:
-    """Return the noise of coupled sampling. Rejection sampling needs drafts that are independent of its noise. At a
-    temperature above all log-odds, noise would hide what the mixer predicts, and may be infinite."""
+    """Return the noise of coupled sampling. At a temperature above all log-odds, it would hide what the mixer predicts,
+    and may be infinite. Rejection sampling needs drafts that are independent of its noise."""
     if sampler.method != "coupled" or sampler.temperature > STEEPEST:
         return None
     return SamplingNoise(mixed(sampler.seed & MASK64), sampler.temperature)
 
 
 def best_of_rows(logits: torch.Tensor) -> tuple[Int32Array, Float32Array]:
-    """Return the best tokens of each row of CPU logits ``[n, V]``, and their logits, best first; ``[n, LISTED]``
-    each."""
+    """Return the best tokens of rows of CPU logits ``[n, V]``, best first, and their logits, ``[n, LISTED]`` each."""
     tokens, scores = np.empty((len(logits), LISTED), np.int32), np.empty((len(logits), LISTED), np.float32)
     recycled.best_of_rows(logits.float().contiguous().numpy(), tokens, scores)
     return tokens, scores
