@@ -2,8 +2,8 @@
 
 import copy
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from forerun.models.forward import static_lists
 from forerun.models.forward.gate import admit
 from forerun.models.forward.runtime import LISTS_SUFFIX, StartupCache, default_runtime
 from forerun.models.forward.scorer import Scorer
-from forerun.models.forward.static_lists import PASS_TOKENS, content, extended, read
+from forerun.models.forward.static_lists import PASS_TOKENS, content, read
 from forerun.trie.recycled import NO_ROWS, RecycledRows
 from forerun.trie.tables import LISTED
 
@@ -35,8 +35,9 @@ def scorer_of(name: str = "llama") -> Scorer:
     return admit(begun(name))
 
 
-def still() -> float:
-    return 0.0
+def extended(scorer: Scorer, *known: RecycledRows, clock: Callable[[], float] = lambda: 0.0) -> RecycledRows:
+    """All lists, or those that a clock leaves time for."""
+    return static_lists.extended(scorer, *known, clock=clock)
 
 
 def equal(left: RecycledRows, right: RecycledRows) -> bool:
@@ -46,7 +47,7 @@ def equal(left: RecycledRows, right: RecycledRows) -> bool:
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_each_list_has_the_models_best_tokens_behind_the_beginning_of_a_text_and_the_token(name):
     scorer = scorer_of(name)
-    lists = extended(scorer, clock=still)
+    lists = extended(scorer)
     assert lists.last.tolist() == list(range(VOCABULARY))
     assert (lists.before == -1).all()
     with torch.inference_mode():
@@ -58,11 +59,11 @@ def test_each_list_has_the_models_best_tokens_behind_the_beginning_of_a_text_and
 
 def test_a_model_without_a_first_token_takes_one_that_ends_texts_and_without_both_there_are_no_lists():
     scorer = scorer_of()
-    config, expected = scorer.model.generation_config, extended(scorer, clock=still)
+    config, expected = scorer.model.generation_config, extended(scorer)
     config.bos_token_id, config.eos_token_id = None, [BOS, 4]
-    assert equal(extended(scorer, clock=still), expected)
+    assert equal(extended(scorer), expected)
     config.eos_token_id = None
-    assert not len(extended(scorer, clock=still).last)
+    assert not len(extended(scorer).last)
 
 
 def test_a_start_makes_what_fits_its_time_and_the_next_one_goes_on(tmp_path):
@@ -72,7 +73,7 @@ def test_a_start_makes_what_fits_its_time_and_the_next_one_goes_on(tmp_path):
     (tmp_path / "lists.npy").write_bytes(content(first))
     kept = read(tmp_path / "lists.npy", VOCABULARY)
     assert equal(kept, first)
-    assert equal(extended(scorer, kept, clock=still), extended(scorer, clock=still))
+    assert equal(extended(scorer, kept), extended(scorer))
 
 
 @pytest.mark.parametrize("damage", [
@@ -83,7 +84,7 @@ def test_a_start_makes_what_fits_its_time_and_the_next_one_goes_on(tmp_path):
 ], ids=["narrow", "type", "token", "nan", "order"])  # fmt: skip
 def test_a_damaged_file_is_no_file(damage, tmp_path):
     file = tmp_path / "lists.npy"
-    file.write_bytes(content(extended(scorer_of(), clock=still)))
+    file.write_bytes(content(extended(scorer_of())))
     assert len(read(file, VOCABULARY).last) == VOCABULARY
     np.save(file, damage(np.load(file)))
     assert equal(read(file, VOCABULARY), NO_ROWS)
@@ -98,11 +99,7 @@ def test_they_are_made_once_a_process_and_kept_beside_the_costs_for_later_ones(t
     (file,) = tmp_path.glob(f"*{LISTS_SUFFIX}")
     cache.self_test(scorer, lambda: None)
     assert file.name.removesuffix(LISTS_SUFFIX) in {each.stem for each in tmp_path.glob("*.json")}
-
-    def fail(*_: Any) -> Any:
-        raise AssertionError("a pass")
-
-    monkeypatch.setattr(static_lists, "_lists", fail)
+    monkeypatch.setattr(static_lists, "_lists", lambda *_: pytest.fail("a pass"))
     assert cache.static_lists(scorer) is made
     assert equal(StartupCache(lambda: tmp_path).static_lists(scorer), made)
 
@@ -112,7 +109,7 @@ def test_they_are_made_once_a_process_and_kept_beside_the_costs_for_later_ones(t
 )
 def test_texts_are_the_same_and_the_first_step_has_drafts_from_them(sampling):
     model = begun("llama")
-    lists = extended(admit(model), clock=still)
+    lists = extended(admit(model))
     runtime = replace(default_runtime(), static_lists=lambda scorer: lists)
     plain = Engine(model, "none").generate(list(PROMPTS), max_new_tokens=20, **sampling)
     engine = Engine(model, "trie", prune_drafts=False, _runtime=runtime)
