@@ -51,8 +51,8 @@ CHANGES: dict[str, tuple[dict[int, bytes], ...]] = {
     "Q5_K": ({0: K_ONES}, {2: NONE, 16: bytes(32) + b"\x11" * 128}, {0: NONE}),
     "Q6_K": ({208: ONE}, {0: b"\x11" * 128 + b"\xaa" * 64 + b"\1" * 16}),
 }  # fmt: skip
-"""Changes of a block's bytes, by their places, that leave its integers (scales are 1, minima 0), its scales (integers are
-1, minima 0), and its minima. Scales and minima of less than 32 columns are integers, and count as part of these."""
+"""Changes of a block's bytes, by their places, that leave its integers (scales are 1, minima 0), its scales (integers
+are 1, minima 0), and its minima. Scales and minima of less than 32 columns are integers, and count as part of these."""
 
 
 def quantised(x: Array) -> tuple[Array, Array]:
