@@ -5,7 +5,7 @@ import random
 from typing import Any
 
 import pytest
-from support.bundled import bundled
+from support.bundled import allows, bundled
 from support.chat_models import TOOLS
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
@@ -39,14 +39,6 @@ def own_form(**calls: Any) -> MessageFormat:
     calls = {"open": "<c>", "close": "</c>", "repeats": True, "content": "json"} | calls
     fields = {"content": {"content_args": {"strip": False}}, "tool_calls": calls}
     return MessageFormat(None, None, {"start_anchor": "\0", "fields": fields}, {}, {})
-
-
-def allows(tokenizer: PreTrainedTokenizerBase, response_format: Any, text: str) -> bool:
-    """Whether a text follows a grammar, to its end."""
-    pytest.importorskip("llguidance")
-    matcher = Grammars(tokenizer, len(tokenizer), []).of(response_format).matcher.deep_copy()
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
 
 def parsed(

@@ -1,4 +1,4 @@
-"""Tokens that a GPU's pass chooses, in Triton's interpreter: those of the sampler on the host."""
+"""Small kernels for GPUs in Triton's interpreter: tokens are chosen as by the host's sampler, and chunks gathered."""
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ from support.tiny import tiny
 from forerun.core.sampling import Noise, Salt, Sampler, gumbel
 from forerun.core.sampling_kernels import BITS, GOLDEN, MIX1, MIX2
 from forerun.kernels.gpu import token_choice
+from forerun.kernels.gpu.gather import gather_chunks
 from forerun.kernels.gpu.token_choice import choose
 from forerun.models.text.processors import of_row
 
@@ -92,3 +93,14 @@ def test_a_device_divides_as_torch_does_there():
     for (best, token), scores in zip(found, (logits / divisor, logits * (1 / divisor)), strict=True):
         right = scores[0, token].double() + gumbel(9, 4, 700, Salt.TARGET)[token]
         assert best == pytest.approx(float(right), abs=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_are_those_of_their_heads(dtype):
+    """Of rows with gaps between heads, and of a width that is no power of two; none at all is no launch."""
+    rows = torch.randn(1, 3, 43, 24).to(dtype)[:, :, 3:]
+    head, chunk = torch.tensor([2, 0, 1, 2]), torch.tensor([0, 4, 1, 3])
+    found = gather_chunks(rows, head, chunk, 8, torch.device("cpu"))
+    right = torch.stack([rows[0, h, 8 * c : 8 * c + 8] for h, c in zip(head.tolist(), chunk.tolist(), strict=True)])
+    assert torch.equal(found, right)
+    assert gather_chunks(rows, head[:0], chunk[:0], 8, torch.device("cpu")).shape == (0, 8, 24)
