@@ -193,7 +193,7 @@ def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("kind", "count", "dtype"),
-    [("deepseek_v3", 1, "float64"),  # and Qwen's in a GGUF file, in test_stored_hybrids
+    [("deepseek_v3", 1, "float64"),  # and Qwen's in a GGUF file, in test_as_stored
      *(pytest.param(*each, marks=pytest.mark.matrix) for each in [
          ("deepseek_v3", 1, "bfloat16"), ("qwen3_5_moe", 1, "bfloat16"),
          ("deepseek_v3", 2, "bfloat16"), ("deepseek_v3", 2, "float64"), ("glm4_moe", 2, "float32"),

@@ -29,6 +29,7 @@ def bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 CPU = torch.device("cpu")
 TREE = DraftTree(np.arange(6), np.array([ROOT, ROOT, 0, 1, 3, 3]))
+SPEC = AttentionSpec(scaling=0.3)
 PATH = [1, 3, 5]
 """Nodes of a branch of ``TREE``."""
 
@@ -46,11 +47,18 @@ class Memory:
         return [keys.data_ptr(), values.data_ptr()], [*keys.stride()[:2], *values.stride()[:2]]
 
 
-def run(
-    rows: Sequence[tuple[Memory, Block, torch.Tensor, torch.Tensor]], spec: AttentionSpec, programs: int = 64
-) -> list[torch.Tensor]:
-    """Each row's output ``[1, H, n, d]``, given its memory, block, queries ``[1, H, n, d]`` and new keys and values
-    ``[2, Hkv, n, d]``; ``programs`` are those of a KV head's scan."""
+Given = tuple[Memory, Block, torch.Tensor, torch.Tensor]
+"""A row's memory, block, queries ``[1, H, n, d]``, and new keys and values ``[2, Hkv, n, d]``."""
+
+
+def token(text: torch.Tensor, q: torch.Tensor, at: int) -> Given:
+    """A row of one token, at a place of its text."""
+    block = Block(np.zeros(1, np.int64), DraftTree.empty(), at)
+    return Memory(text, at, at + 1), block, q, text[:, :, at : at + 1]
+
+
+def run(rows: Sequence[Given], spec: AttentionSpec = SPEC, programs: int = 64) -> list[torch.Tensor]:
+    """Each row's output ``[1, H, n, d]``; ``programs`` are those of a KV head's scan."""
     found = [memory.places() for memory, *_ in rows]
     blocks = [block for _, block, _, _ in rows]
     addresses, strides = np.array([[place for place, _ in found]]), np.array([[each for _, each in found]])
@@ -100,16 +108,10 @@ def test_right_and_the_same_bits(held, dtype, kind, merging, monkeypatch):
     text = torch.randn(2, 2, length, 24, generator=generator).to(dtype)
     queries = torch.randn(1, 6, length, 24, generator=generator).to(dtype)
     here = range(held, length)
-    alone = []
-    for at in here:
-        block = Block(np.zeros(1, np.int64), DraftTree.empty(), at)
-        memory = Memory(text, at, at + 1)
-        alone += run([(memory, block, queries[:, :, at : at + 1], text[:, :, at : at + 1])], spec)
-    right = torch.cat(alone, 2)
+    right = torch.cat([run([token(text, queries[:, :, at : at + 1], at)], spec)[0] for at in here], 2)
     for i, at in enumerate(here):
         wanted = reference(queries[:, :, at : at + 1], text, at, spec)
-        torch.testing.assert_close(right[:, :, i : i + 1].double(), wanted, atol=ERRORS[dtype],
-                                   rtol=0)  # fmt: skip
+        torch.testing.assert_close(right[:, :, i : i + 1].double(), wanted, atol=ERRORS[dtype], rtol=0)
 
     programs = 1 if merging else 64
     chain = Block(np.zeros(1, np.int64), DraftTree.chain(np.arange(len(PATH))), held)
@@ -139,18 +141,11 @@ def test_right_and_the_same_bits(held, dtype, kind, merging, monkeypatch):
 def test_another_order_has_other_bits(monkeypatch):
     """Blocks of another size sum in another order: the comparisons above can fail."""
     generator = torch.Generator().manual_seed(0)
-    text = torch.randn(2, 2, 300, 32, generator=generator)
-    q = torch.randn(1, 2, 1, 32, generator=generator)
-    block = Block(np.zeros(1, np.int64), DraftTree.empty(), 299)
-
-    def once() -> torch.Tensor:
-        (out,) = run([(Memory(text, 299, 300), block, q, text[:, :, 299:])], AttentionSpec(scaling=0.3))
-        return out
-
-    before = once()
+    text, q = torch.randn(2, 2, 300, 32, generator=generator), torch.randn(1, 2, 1, 32, generator=generator)
+    (before,) = run([token(text, q, 299)])
     for module in (gpu, pass_tables):
         monkeypatch.setattr(module, "GPU_SHORT_SPLIT_TOKENS", 64)
-    assert not torch.equal(once(), before)
+    assert not torch.equal(run([token(text, q, 299)])[0], before)
 
 
 def test_splits_of_a_long_text(monkeypatch):
@@ -162,17 +157,13 @@ def test_splits_of_a_long_text(monkeypatch):
         monkeypatch.setattr(module, "GPU_SPLIT_TOKENS", 128)
     assert [splits_of(length) for length in (0, 1, 64, 65, 128, 129, 256, 257)] == [0, 1, 1, 2, 2, 3, 3, 4]
     generator = torch.Generator().manual_seed(1)
-    text = torch.randn(2, 1, 900, 16, generator=generator)
-    q = torch.randn(1, 2, 1, 16, generator=generator)
-    block = Block(np.zeros(1, np.int64), DraftTree.empty(), 899)
+    text, q = torch.randn(2, 1, 900, 16, generator=generator), torch.randn(1, 2, 1, 16, generator=generator)
     found = []
     for programs, loaded in ((1024, 4), (3, 1), (1, 1)):  # one a split, three for all, and one that merges
         monkeypatch.setattr(gpu, "GPU_COMBINE_SPLITS", loaded)
-        found += run([(Memory(text, 899, 900), block, q, text[:, :, 899:])], AttentionSpec(scaling=0.3), programs)
-    wanted = reference(q, text, 899, AttentionSpec(scaling=0.3))
-    torch.testing.assert_close(found[0].double(), wanted, atol=1e-5, rtol=0)
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+        found += run([token(text, q, 899)], SPEC, programs)
+    torch.testing.assert_close(found[0].double(), reference(q, text, 899, SPEC), atol=1e-5, rtol=0)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("heads", [1, 3, 8, 20])
@@ -180,44 +171,31 @@ def test_groups_of_any_size(heads):
     """Queries of a group are merged side by side, each as often as a tensor core's tile has room for it; groups of more
     than 16 go to two programs."""
     generator = torch.Generator().manual_seed(heads)
-    text, spec = torch.randn(2, 1, 300, 16, generator=generator), AttentionSpec(scaling=0.3)
-    q = torch.randn(1, heads, 2, 16, generator=generator)
+    text, q = torch.randn(2, 1, 300, 16, generator=generator), torch.randn(1, heads, 2, 16, generator=generator)
     chain = Block(np.zeros(1, np.int64), DraftTree.chain(np.arange(1)), 298)
-    (found,) = run([(Memory(text, 298, 300), chain, q, text[:, :, 298:])], spec)
-    for i, position in enumerate((298, 299)):
-        wanted = reference(q[:, :, i : i + 1], text, position, spec)
-        torch.testing.assert_close(found[:, :, i : i + 1].double(), wanted, atol=1e-5, rtol=0)
-    block = Block(np.zeros(1, np.int64), DraftTree.empty(), 298)
-    (alone,) = run([(Memory(text, 298, 299), block, q[:, :, :1], text[:, :, 298:299])], spec, 1)
-    assert torch.equal(alone, found[:, :, :1])
+    (found,) = run([(Memory(text, 298, 300), chain, q, text[:, :, 298:])])
+    wanted = torch.cat([reference(q[:, :, i : i + 1], text, 298 + i, SPEC) for i in range(2)], 2)
+    torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=0)
+    assert torch.equal(run([token(text, q[:, :, :1], 298)], SPEC, 1)[0], found[:, :, :1])
 
 
 @pytest.mark.parametrize("count", [16, 64])
 def test_one_long_row_among_many_short_ones(count):
     """The bits of each row alone, in a batch of 16 and of 64 rows, of which one has most of the splits."""
-    generator = torch.Generator().manual_seed(count)
-    spec = AttentionSpec(scaling=0.3)
-    lengths = [3 + row % 5 for row in range(count)]
-    lengths[count // 2] = 530
-    rows = []
-    for length in lengths:
+    generator, rows = torch.Generator().manual_seed(count), []
+    for row in range(count):
+        length = 530 if row == count // 2 else 3 + row % 5
         text = torch.randn(2, 1, length + 1, 16, generator=generator)
-        block = Block(np.zeros(1, np.int64), DraftTree.empty(), length)
-        q = torch.randn(1, 2, 1, 16, generator=generator)
-        rows.append((Memory(text, length, length + 1), block, q, text[:, :, length:]))
-    together = run(rows, spec, 2 * count + 8)
+        rows.append(token(text, torch.randn(1, 2, 1, 16, generator=generator), length))
+    together = run(rows, SPEC, 2 * count + 8)
     for i in (0, count // 2, count - 1):
-        assert torch.equal(run(rows[i : i + 1], spec)[0], together[i]), i
-
-
-def sizes(tiles: int, splits: int, programs: int) -> TableSizes:
-    return TableSizes(1, 1, 1, tiles, 16, 0, 1, splits, programs)
+        assert torch.equal(run(rows[i : i + 1])[0], together[i]), i
 
 
 @pytest.mark.parametrize("programs", [1, 7, 33, 132, 1056])
 @pytest.mark.parametrize("splits", [[1], [132], [0, 2, 0], [1] * 15 + [132], [20] * 40, [3, 3, 64, 64]])
 def test_each_split_is_some_program_s_job(programs, splits):
-    size = sizes(len(splits), max(splits), programs)
+    size = TableSizes(1, 1, 1, len(splits), 16, 0, 1, max(splits), programs)
     room = np.zeros((size.jobs, 3), np.int64)
     jobs = room[: share_programs(np.ones(len(splits), np.int64), np.array(splits), size.merging, room)]
     done = [(tile, split) for tile, part, parts in jobs.tolist() for split in range(part, splits[tile], parts)]

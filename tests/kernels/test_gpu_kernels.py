@@ -72,15 +72,9 @@ def test_models_functions_take_the_kernels(monkeypatch):
     monkeypatch.setattr("forerun.kernels.linear.ordered_modules.takes", lambda x, weight: False)
     called: list[str] = []
 
-    def counting(name: str, function):
-        def count(*arguments):
-            called.append(name)
-            return function(*arguments)
-
-        return count
-
-    monkeypatch.setattr(linear, "product", counting("product", linear.product))
-    monkeypatch.setattr(linear, "mean", counting("mean", linear.mean))
+    for name in ("product", "mean"):
+        own = getattr(linear, name)
+        monkeypatch.setattr(linear, name, lambda *given, name=name, own=own: (called.append(name), own(*given))[1])
     x, weight, bias = torch.randn(3, 32), torch.randn(16, 32), torch.randn(16)
     with Ordered():
         found = [torch.nn.functional.linear(x, weight, bias), torch.addmm(bias, x, weight.t()), x @ weight.t() + bias]
@@ -99,14 +93,8 @@ def test_the_best_keys(monkeypatch, rank, count):
     """The same numbers as on a CPU, to the bit."""
     generator = torch.Generator().manual_seed(rank)
     groups = -(-count // topk_rank.GROUP_CHUNKS)
-    shape = (
-        2,
-        groups,
-        topk_rank.CHUNK_KEYS,
-        rank // topk_rank.QUAD_NUMBERS,
-        topk_rank.GROUP_CHUNKS,
-        topk_rank.QUAD_NUMBERS,
-    )
+    quads, numbers = rank // topk_rank.QUAD_NUMBERS, topk_rank.QUAD_NUMBERS
+    shape = (2, groups, topk_rank.CHUNK_KEYS, quads, topk_rank.GROUP_CHUNKS, numbers)
     index = torch.randint(1, 256, shape, generator=generator, dtype=torch.uint8)
     q = torch.randn(6, 3, rank, generator=generator)
     right = topk_rank.by_definition(index, count, q)

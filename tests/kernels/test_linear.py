@@ -1,6 +1,7 @@
 """Linear layers in one order of sums: right, and a token's outputs the same bits whatever shares the pass."""
 
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,6 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 def fma64(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     """a * b + c of float64, rounded once: by fractions."""
-    from fractions import Fraction
-
     exact: Any = np.vectorize(lambda a, b, c: float(Fraction(a) * Fraction(b) + Fraction(c)), otypes=[np.float64])
     return exact(a, b, c)
 
@@ -84,18 +83,13 @@ def test_threads_and_shares_change_nothing(n, dtype, monkeypatch):
         assert torch.equal(layer(x, [w], share=1), alone)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, pytest.param(torch.bfloat16, marks=pytest.mark.skipif(
+    multiplies_pairs(), reason="the processor adds products of pairs in its own way"))], ids=str)  # fmt: skip
 @pytest.mark.parametrize("n", [1, 5, 21])
 def test_sums_go_from_the_bias_on_column_by_column(n, dtype):
     w, bias, x = (numbers(*s, dtype=dtype, seed=i) for i, s in enumerate([(18, 70), (18,), (n, 70)]))
-    assert torch.equal(layer(x, [w], [bias]), in_order(x, w, bias))
-
-
-@pytest.mark.skipif(multiplies_pairs(), reason="the processor adds products of pairs in its own way")
-@pytest.mark.parametrize("n", [1, 5, 21])
-def test_bfloat16_is_summed_as_floats_column_by_column(n):
-    w, bias, x = (numbers(*s, dtype=torch.bfloat16, seed=i) for i, s in enumerate([(18, 70), (18,), (n, 70)]))
-    assert torch.equal(layer(x, [w], [bias], to=torch.float32), in_order(x, w, bias))
+    to = torch.float32 if dtype == torch.bfloat16 else dtype
+    assert torch.equal(layer(x, [w], [bias], to=to), in_order(x, w, bias))
 
 
 def test_bfloat16_sums_are_rounded_once_to_the_nearest():

@@ -1,5 +1,6 @@
 """Attention in one order: right, and a token's output the same bits wherever and beside whatever it is computed."""
 
+import itertools
 import math
 import os
 import threading
@@ -215,21 +216,14 @@ def test_a_text_has_the_same_bits_however_it_is_cut(case):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_token_of_a_tree_has_the_bits_of_the_text(case):
-    text, wrong = Text(case, 760), Text(case, 200, 1)
-    whole = attend(case, [in_order(text, 0, 760)])[0]
-    for start in BORDERS:
-        for pending, depth in ((1, 1), (1, 5), (1, 40), (40, 3), (3, 70)):
-            fed, right = bushy(text, wrong, start, pending, depth, start + depth)
-            assert torch.equal(attend(case, [fed])[0][right], whole[start : start + pending + depth]), (start, depth)
-
-
-@pytest.mark.parametrize("case", CASES[1:6], ids=str)
-def test_a_tree_across_a_piece_has_the_bits_of_the_text(case):
+    """Around the borders of blocks, and in trees that go across a piece."""
     text, wrong = Text(case, 900), Text(case, 1200, 1)
     whole = attend(case, [in_order(text, 0, 900)])[0]
-    for start, depth in ((200, 400), (255, 258), (256, 257), (0, 300)):
-        fed, right = bushy(text, wrong, start, 1, depth)
-        assert torch.equal(attend(case, [fed])[0][right], whole[start : start + 1 + depth])
+    trees = list(itertools.product(BORDERS, ((1, 1), (1, 5), (1, 40), (40, 3), (3, 70))))
+    across = ((200, 400), (255, 258), (256, 257), (0, 300)) if case in CASES[1:6] else ()
+    for start, (pending, depth) in [*trees, *((start, (1, depth)) for start, depth in across)]:
+        fed, right = bushy(text, wrong, start, pending, depth, start + depth)
+        assert torch.equal(attend(case, [fed])[0][right], whole[start : start + pending + depth]), (start, depth)
 
 
 @given(
@@ -240,16 +234,15 @@ def test_a_tree_across_a_piece_has_the_bits_of_the_text(case):
 )  # fmt: skip
 def test_a_ragged_batch_has_the_bits_of_each_row_alone(case, rows, threads, seed):
     text, wrong = Text(case, 700), Text(case, 200, 1)
-    fed, right = [], []
-    for start, pending, depth, branches in rows:
-        row = (in_order(text, start, pending, depth), list(range(pending + depth)))
-        fed.append((bushy(text, wrong, start, pending, depth, seed) if branches else row)[0])
-        right.append((bushy(text, wrong, start, pending, depth, seed) if branches else row)[1])
+    given = [
+        bushy(text, wrong, *row, seed) if branches else (in_order(text, *row), [*range(row[1] + row[2])])
+        for *row, branches in rows
+    ]
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    together = attend(case, fed)
+    together = attend(case, [row for row, _ in given])
     torch.set_num_threads(before)
-    for found, row, places, (start, pending, depth, _) in zip(together, fed, right, rows, strict=True):
+    for found, (row, places), (start, pending, depth, _) in zip(together, given, rows, strict=True):
         assert torch.equal(found, attend(case, [row])[0])
         assert torch.equal(found[places], attend(case, [in_order(text, start, pending + depth)])[0])
 
@@ -273,7 +266,7 @@ def test_grouped_heads_have_the_bits_of_heads_of_their_own(group):
     case = Case(2 * group, 2)
     text, wrong = Text(case, 400), Text(case, 100, 1)
     for row in (in_order(text, 0, 300), in_order(text, 290, 1, 20), bushy(text, wrong, 290, 1, 20)[0]):
-        apart = Fed(row.block, row.q, row.k.repeat_interleave(group, 0), row.v.repeat_interleave(group, 0))
+        apart = replace(row, k=row.k.repeat_interleave(group, 0), v=row.v.repeat_interleave(group, 0))
         own = attend(replace(case, kv_heads=2 * group), [apart])[0]
         assert torch.equal(attend(case, [row])[0], own)
 
@@ -281,7 +274,7 @@ def test_grouped_heads_have_the_bits_of_heads_of_their_own(group):
 def test_16_bits_are_read_exactly_and_written_to_the_nearest():
     case = Case(4, 2, dtype=torch.float16)
     row = in_order(Text(case, 400), 290, 3, 20)
-    wide = Fed(row.block, row.q, row.k.float(), row.v.float())
+    wide = replace(row, k=row.k.float(), v=row.v.float())
     assert torch.equal(attend(case, [row])[0], attend(replace(case, dtype=torch.float32), [wide])[0])
     for dtype in (torch.bfloat16, torch.float16):
         case = replace(case, dtype=dtype)

@@ -1,6 +1,7 @@
 """The tables of a pass, beside their definition in Python."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,16 +31,11 @@ PASSES = {
 }  # fmt: skip
 
 
-def units_of(
-    block: Block, place: int, row: int, rows: int, heads: HeadShape, threads: int
-) -> tuple[list[list[int]], int]:
+def units_of(block: Block, place: int, row: int, rows: int, heads: HeadShape, threads: int) -> tuple[Any, int]:
     """A row's units, and its splits."""
     chain, tiles = block.tree.is_chain, math.ceil(len(block) * heads.group / TILE_QUERIES)
-    splits = (
-        0
-        if chain and tiles > MANY_TILES
-        else math.ceil((place + (len(block) if chain else len(block.pending))) / SPLIT_TOKENS)
-    )
+    in_order = len(block) if chain else len(block.pending)
+    splits = 0 if chain and tiles > MANY_TILES else math.ceil((place + in_order) / SPLIT_TOKENS)
     if splits:
         share = max(1, math.ceil(tiles / math.ceil(UNITS_PER_THREAD * threads / (splits * heads.kv_heads * rows))))
     else:

@@ -2,8 +2,7 @@
 numbers give, and by integers those of the products written out in numpy.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,25 +37,22 @@ CASES = [*cases(False, NAMES), *cases(True, INTEGER_FORMATS)]
 SMALL_BLOCKS = [each.name for each in GGUF_FORMATS if each.words <= 32]
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 12, 13, 16, 17, 24, 25, 31, 33, 40, 64)
 Array = np.ndarray[Any, Any]
-IQ4 = np.array((-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113))
-FP4 = np.array((0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12))
-ONE = np.float32(1)
-
-
-class Parts(NamedTuple):
-    """A matrix in blocks of 32 columns: a weight is ``scale * small * integer + minimum * small_minimum``.
-
-    Attributes:
-        integers: ``[rows, blocks, 32]``.
-        scale, minimum: float32 ``[rows, blocks]``.
-        small, small_minimum: of every 16 columns, ``[rows, blocks, 2]``.
-    """
-
-    integers: Array
-    scale: Array
-    small: Array
-    minimum: Array
-    small_minimum: Array
+ONE, NONE = b"\x00\x3c", bytes(2)
+"""In float16."""
+K_ONES = ONE + NONE + b"\1\1\1\1\0\0\0\0\1\1\1\1"
+CHANGES: dict[str, tuple[dict[int, bytes], ...]] = {
+    "Q4_0": ({0: ONE}, {2: b"\x99" * 16}), "Q4_1": ({0: ONE + NONE}, {2: NONE + b"\x11" * 16}, {0: NONE}),
+    "Q5_0": ({0: ONE}, {2: b"\xff" * 4 + b"\x11" * 16}), "Q8_0": ({0: ONE}, {2: b"\1" * 32}),
+    "Q5_1": ({0: ONE + NONE}, {2: NONE + bytes(4) + b"\x11" * 16}, {0: NONE}), "IQ4_NL": ({0: ONE}, {2: b"\x88" * 16}),
+    "IQ4_XS": ({0: ONE + b"\xaa" * 2 + b"\x11" * 4}, {8: b"\x88" * 128}), "MXFP4": ({0: b"\x80"}, {1: b"\x11" * 16}),
+    "Q2_K": ({80: ONE + NONE}, {0: b"\1" * 16 + b"\x55" * 64, 82: NONE}, {0: b"\x10" * 16, 80: NONE}),
+    "Q3_K": ({108: ONE}, {0: b"\xff" * 32 + b"\x55" * 64 + b"\x11" * 8 + b"\xaa" * 4}),
+    "Q4_K": ({0: K_ONES}, {2: NONE, 16: b"\x11" * 128}, {0: NONE}),
+    "Q5_K": ({0: K_ONES}, {2: NONE, 16: bytes(32) + b"\x11" * 128}, {0: NONE}),
+    "Q6_K": ({208: ONE}, {0: b"\x11" * 128 + b"\xaa" * 64 + b"\1" * 16}),
+}  # fmt: skip
+"""Changes of a block's bytes, by their places, that leave its integers (scales are 1, minima 0), its scales (integers
+are 1, minima 0), and its minima. Scales and minima of less than 32 columns are integers, and count as part of these."""
 
 
 def quantised(x: Array) -> tuple[Array, Array]:
@@ -68,142 +64,26 @@ def quantised(x: Array) -> tuple[Array, Array]:
     return np.rint(x * inverse[..., None]).astype(np.int64), size / np.float32(127)
 
 
+def floats(rows: Array, name: str, change: dict[int, bytes]) -> Array:
+    """What gguf makes of rows after a change of each block's bytes, ``[rows, blocks, 32]``."""
+    changed = rows.reshape(len(rows), -1, GGUF_FORMATS[NAMES.index(name)].bytes).copy()
+    for at, new in change.items():
+        changed[..., at : at + len(new)] = np.frombuffer(new, np.uint8)
+    return gguf.dequantize(changed.reshape(rows.shape), gguf.GGMLQuantizationType[name]).reshape(len(rows), -1, 32)
+
+
 def product_in_numpy(x: Array, rows: Array, name: str, bias: Array) -> Array:
     """``x @ weights.T + bias`` ``[tokens, rows]``, block by block as the kernels add."""
-    (integers, scales), parts = quantised(x), PARTS[name](rows)
+    (integers, scales), (weights, shared, *minima) = quantised(x), (floats(rows, name, each) for each in CHANGES[name])
+    terms = [(weights, shared)]
+    if minima:
+        terms += [(-floats(rows, name, {80: NONE + ONE}) if name == "Q2_K" else np.ones_like(weights), minima[0])]
     total = np.broadcast_to(bias, (len(x), len(rows))).astype(np.float32)
-    halves = integers.reshape(*integers.shape[:2], 2, 16)
     for block in range(integers.shape[1]):
-        weights = parts.integers[:, block].reshape(-1, 2, 16).astype(np.int64)
-        sums = np.einsum("thi,rhi->trh", halves[:, block], weights)
-        scale = scales[:, block, None]
-        found = (sums * parts.small[:, block]).sum(-1).astype(np.float32) * scale
-        total = fma32(found, parts.scale[:, block], total)
-        of_inputs = halves[:, block].sum(-1)
-        if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"):
-            found = of_inputs.sum(-1).astype(np.float32)[:, None] * scale
-            total = fma32(parts.minimum[:, block], found, total)
-        elif name == "Q2_K":
-            found = (of_inputs[:, None] * parts.small_minimum[:, block]).sum(-1).astype(np.float32) * scale
-            total = fma32(found, parts.minimum[:, block], total)
+        for factors, shared in terms:
+            sums = integers[:, block] @ factors[:, block].astype(np.int64).T
+            total = fma32(sums.astype(np.float32) * scales[:, block, None], shared[:, block, 0], total)
     return total
-
-
-def _blocks(rows: Array, size: int) -> Array:
-    return rows.reshape(len(rows), -1, size)
-
-
-def _half(blocks: Array, at: int) -> Array:
-    return np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16)[..., 0].astype(np.float32)
-
-
-def _parts(integers: Array, scale: Array, small: Any = 1, minimum: Any = 0.0, small_minimum: Any = 1) -> Parts:
-    """By blocks of 32 columns, from whole blocks; ``small`` is of every 16."""
-    count, blocks = len(integers), integers[0].size // 32
-    shapes = (count, blocks, 32), (count, blocks), (count, blocks, 2), (count, blocks), (count, blocks, 2)
-    every = integers, scale, small, minimum, small_minimum
-    found = []
-    for value, shape in zip(every, shapes, strict=True):
-        value = np.asarray(value)
-        if value.ndim > 0 and value.size < np.prod(shape):  # of a block of 256
-            value = np.repeat(value.reshape(count, -1), np.prod(shape) // value.size, axis=-1)
-        found.append(value.reshape(shape) if value.ndim else np.broadcast_to(value, shape))
-    return Parts(found[0], found[1].astype(np.float32), found[2], found[3].astype(np.float32), found[4])
-
-
-def _nibbles(packed: Array, size: int) -> Array:
-    """Low halves of every ``size`` bytes, then their high halves."""
-    packed = packed.reshape(*packed.shape[:-1], -1, 1, size)
-    return ((packed >> np.array([[0], [4]], np.uint8)) & 15).reshape(*packed.shape[:-3], -1).astype(np.int64)
-
-
-def _bits(packed: Array, shifts: range, mask: int) -> Array:
-    """Some bits of each byte, for all bytes, then the bits after them."""
-    return ((packed[..., None, :] >> np.array(shifts, np.uint8)[:, None]) & mask).astype(np.int64)
-
-
-def _fifths(blocks: Array, at: int) -> Array:
-    word = np.ascontiguousarray(blocks[..., at : at + 4]).view(np.uint32)
-    return ((word >> np.arange(32, dtype=np.uint32)) & 1).astype(np.int64) << 4
-
-
-def _small(size: int, integers: Callable[[Array], Array], minimum: bool = False) -> Callable[[Array], Parts]:
-    """A format of blocks of 32 columns, with a scale and perhaps a minimum."""
-
-    def parts(rows: Array) -> Parts:
-        b = _blocks(rows, size)
-        return _parts(integers(b), _half(b, 0), minimum=_half(b, 2) if minimum else 0.0)
-
-    return parts
-
-
-def _mxfp4(rows: Array) -> Parts:
-    b = _blocks(rows, 17)
-    return _parts(FP4[_nibbles(b[..., 1:], 16)], np.ldexp(ONE, b[..., 0].astype(np.int64) - 128))
-
-
-def _iq4_xs(rows: Array) -> Parts:
-    b = _blocks(rows, 136)
-    high = np.ascontiguousarray(b[..., 2:4]).view(np.uint16).astype(np.int64)
-    low = b[..., 4:8].astype(np.int64)
-    small = np.stack(
-        [((low[..., k // 2] >> k % 2 * 4) & 15) | ((high[..., 0] >> 2 * k) & 3) << 4 for k in range(8)], -1
-    )
-    scale = _half(b, 0)[..., None] * (small - 32).astype(np.float32)
-    return _parts(IQ4[_nibbles(b[..., 8:], 16)], scale)
-
-
-def _with_six_bit_scales(b: Array, integers: Array) -> Parts:
-    """Of Q4_K and Q5_K."""
-    first, second, third = (b[..., at : at + 4].astype(np.int64) for at in (4, 8, 12))
-    small = np.concatenate([first & 63, (third & 15) | (first >> 6) << 4], -1).astype(np.float32)
-    minima = np.concatenate([second & 63, (third >> 4) | (second >> 6) << 4], -1).astype(np.float32)
-    return _parts(integers, _half(b, 0)[..., None] * small, minimum=-_half(b, 2)[..., None] * minima)
-
-
-def _q4_k(rows: Array) -> Parts:
-    b = _blocks(rows, 144)
-    return _with_six_bit_scales(b, _nibbles(b[..., 16:], 32))
-
-
-def _q5_k(rows: Array) -> Parts:
-    b = _blocks(rows, 176)
-    fifth = _bits(b[..., 16:48], range(8), 1).reshape(*b.shape[:2], 256) << 4
-    return _with_six_bit_scales(b, _nibbles(b[..., 48:], 32) | fifth)
-
-
-def _q6_k(rows: Array) -> Parts:
-    b = _blocks(rows, 210)
-    high = _bits(b[..., 128:192].reshape(*b.shape[:2], 2, 32), range(0, 8, 2), 3).reshape(*b.shape[:2], 256) << 4
-    return _parts((_nibbles(b[..., :128], 64) | high) - 32, _half(b, 208), b[..., 192:208].astype(np.int8).astype(int))
-
-
-def _q2_k(rows: Array) -> Parts:
-    b = _blocks(rows, 84)
-    integers = _bits(b[..., 16:80].reshape(*b.shape[:2], 2, 32), range(0, 8, 2), 3)
-    small = b[..., :16].astype(int)
-    return _parts(integers, _half(b, 80), small & 15, -_half(b, 82), small >> 4)
-
-
-def _q3_k(rows: Array) -> Parts:
-    b = _blocks(rows, 110)
-    low = _bits(b[..., 32:96].reshape(*b.shape[:2], 2, 32), range(0, 8, 2), 3).reshape(*b.shape[:2], 256)
-    high = _bits(b[..., :32], range(8), 1).reshape(*b.shape[:2], 256)
-    fours = _nibbles(b[..., 96:104], 8)
-    twos = _bits(b[..., 104:108], range(0, 8, 2), 3).reshape(*b.shape[:2], 16)
-    return _parts((low | high << 2) - 4, _half(b, 108), (fours | twos << 4) - 32)
-
-
-PARTS: dict[str, Callable[[Array], Parts]] = {
-    "Q4_0": _small(18, lambda b: _nibbles(b[..., 2:], 16) - 8),
-    "Q4_1": _small(20, lambda b: _nibbles(b[..., 4:], 16), minimum=True),
-    "Q5_0": _small(22, lambda b: (_nibbles(b[..., 6:], 16) | _fifths(b, 2)) - 16),
-    "Q5_1": _small(24, lambda b: _nibbles(b[..., 8:], 16) | _fifths(b, 4), minimum=True),
-    "Q8_0": _small(34, lambda b: b[..., 2:].astype(np.int8).astype(np.int64)),
-    "IQ4_NL": _small(18, lambda b: IQ4[_nibbles(b[..., 2:], 16)]),
-    "MXFP4": _mxfp4, "IQ4_XS": _iq4_xs, "Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
-}  # fmt: skip
-"""Integers and scales of a matrix's rows, by the format's name."""
 
 
 def by_integers_in_numpy(
@@ -214,11 +94,7 @@ def by_integers_in_numpy(
 
 
 def right(
-    quantised: bool,
-    x: torch.Tensor,
-    name: str,
-    stored: tuple[torch.Tensor, torch.Tensor],
-    bias: torch.Tensor | None = None,
+    quantised: bool, x: torch.Tensor, name: str, stored: tuple[torch.Tensor, torch.Tensor], bias: Any = None
 ) -> torch.Tensor:
     """What a product must be: by integers where a format has them, or by float32 weights of the same numbers."""
     rows, weights = stored
@@ -229,7 +105,7 @@ def right(
 
 def test_every_format_with_integers_is_computed_by_them():
     assert set(NAMES) - set(INTEGER_FORMATS) == {"F32", "F16", "BF16"}
-    assert set(PARTS) == set(INTEGER_FORMATS)
+    assert set(CHANGES) == set(INTEGER_FORMATS)
     rows = torch.zeros(1, 256, dtype=torch.uint8)
     assert [by_integers(Weights(rows, name, None, True)) for name in ("Q4_K", "F16", "BF16")] == [True, False, False]
     assert not by_integers(Weights(rows, "Q4_K"))
@@ -259,11 +135,7 @@ def test_the_largest_integers_of_both_overflow_nothing(name):
     rows, _ = blocks(name, 16, 256)
     for byte in (0x00, 0x7F, 0x80, 0xFF):
         rows[:] = byte
-        scales = {"Q8_0": range(0, 272, 34), "Q4_K": (0,), "Q6_K": (208,), "Q2_K": (80,)}[name]
-        for at in scales:
-            rows[:, at : at + 2] = torch.tensor([0.01], dtype=torch.float16).view(torch.uint8)
-        if name in ("Q4_K", "Q2_K"):
-            at = scales[0] + 2
+        for at in {"Q8_0": range(0, 272, 34), "Q4_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82)}[name]:
             rows[:, at : at + 2] = torch.tensor([0.01], dtype=torch.float16).view(torch.uint8)
         x = torch.stack([torch.ones(256), -torch.ones(256)] * 5)
         expected = by_integers_in_numpy(x, name, rows)

@@ -1,9 +1,10 @@
-"""GGUF models whose weights stay as they are stored: the bits of the dequantised model, in every pass, or an error.
+"""GGUF models whose weights stay as they are stored: the bits of the dequantised model in every pass, or an error.
 
 With activations of eight bits: the same bits in every pass, near the dequantised model.
 """
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import gguf_hybrids
 from support.compiled_models import SHAPE, TEXT, kept, scored
 from support.gguf_blocks import blocks
-from support.gguf_files import logits, separated, write
+from support.gguf_files import finish, in_pairs, logits, names_of, separated, write
+from support.qwen_mtp import mtp_tensors
 from torch import nn
 from transformers import GptOssConfig, LlamaConfig, PreTrainedModel
 from typer.testing import CliRunner
@@ -36,7 +39,7 @@ from forerun.models.loading import as_stored
 from forerun.models.loading import load as loading
 from forerun.models.loading.gguf import read_header
 from forerun.models.loading.load import load
-from forerun.models.loading.stored_weights import StoredEmbedding, StoredExperts, StoredLinear
+from forerun.models.loading.stored_weights import InputOrder, StoredEmbedding, StoredExperts, StoredLinear
 
 gguf = pytest.importorskip("gguf", reason="the gguf package is not installed: pip install -e '.[real]'")
 pytest.importorskip("accelerate", reason="accelerate is not installed: pip install -e '.[real]'")
@@ -55,8 +58,6 @@ def store(file: Path, name: str, kind: str, eight_bits: bool = False) -> tuple[P
     """Write a tiny model of that type; gives it read as stored, and with the numbers that gguf dequantises.
 
     Args:
-        file: where to.
-        name: of the model type.
         kind: of all matrices; ``mixed`` for another kind from tensor to tensor; ``random`` for random blocks of
             ``UNWRITTEN``.
         eight_bits: whether the first one quantises activations.
@@ -66,13 +67,13 @@ def store(file: Path, name: str, kind: str, eight_bits: bool = False) -> tuple[P
     if name in MIXTURES:
         writer.add_expert_count(4)
         writer.add_expert_used_count(2)
-    arch = next(arch for arch, theirs in gguf.MODEL_ARCH_NAMES.items() if theirs == known)
-    names = gguf.get_tensor_name_map(arch, SHAPE["num_hidden_layers"])
+    name_of = names_of(known, SHAPE["num_hidden_layers"])
+    heads = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"]
     for i, (ours, weight) in enumerate(separated(exact.named_parameters())):
-        array, theirs = weight.detach().numpy(), names.get_name(ours, (".weight", ".bias"))
-        theirs += ".weight" * theirs.endswith("_exps")
+        array, theirs = weight.detach().numpy(), name_of(ours)
         if array.ndim == 1 or ".mlp.gate." in ours:
-            writer.add_tensor(theirs, in_pairs(ours, array, known) + (name == "gemma3_text" and "norm" in ours))
+            rows = in_pairs(ours, array, *heads) if known == "llama" else array
+            writer.add_tensor(theirs, rows + (name == "gemma3_text" and "norm" in ours))
         elif len(array) == 1:
             writer.add_tensor(theirs, array[0])  # the gate of shared experts
         else:
@@ -80,10 +81,8 @@ def store(file: Path, name: str, kind: str, eight_bits: bool = False) -> tuple[P
             number = gguf.GGMLQuantizationType[kinds[i % len(kinds)]]
             raw = quantised(array, number, kind == RANDOM)
             weight.data.copy_(torch.from_numpy(gguf.dequantize(raw, number).astype(np.float32)))
-            writer.add_tensor(theirs, in_pairs(ours, raw, known), raw_dtype=number)
-    for finish in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
-        finish()
-    writer.close()
+            writer.add_tensor(theirs, in_pairs(ours, raw, *heads) if known == "llama" else raw, raw_dtype=number)
+    finish(writer)
     header = read_header(file)
     as_stored.check_formats(file, header)
     config = copy.deepcopy(exact.config)
@@ -100,42 +99,38 @@ def quantised(array: np.ndarray, kind: Any, at_random: bool) -> np.ndarray:
     return blocks(kind.name, *array.shape, scale=0.05 * 0.1 / float(weights.std()))[0].numpy()
 
 
-def in_pairs(ours: str, rows: np.ndarray, known: str) -> np.ndarray:
-    """Rows of queries and keys as GGUF has those of Llama: the two halves of a head's dimensions alternate."""
-    if known != "llama" or not ("q_proj" in ours or "k_proj" in ours):
-        return rows
-    heads = SHAPE["num_attention_heads" if "q_proj" in ours else "num_key_value_heads"]
-    return np.ascontiguousarray(rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape))
+def distance(found: torch.Tensor, right: torch.Tensor) -> float:
+    return float((found - right).norm() / right.norm())
 
 
-EITHER = [pytest.param(MIXED, marks=pytest.mark.matrix), "Q4_1"]
-"""Each kind compiles code of its own."""
-
-
-@pytest.fixture(scope="module", params=EITHER)
-def pair(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> tuple[PreTrainedModel, PreTrainedModel]:
-    return store(tmp_path_factory.mktemp("stored") / "m.gguf", "llama", request.param)
-
-
-CUTS = ([300], [1] * 20 + [2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 24, 25, 162], [255, 1, 44])
+CUTS = ([1] * 20 + [2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 24, 25, 162], [255, 1, 44])
 """Passes over a text of 300 tokens."""
 
 
-@pytest.mark.parametrize(("name", "kind"), [
-    *(pytest.param(name, kind, marks=[pytest.mark.matrix] * (kind == MIXED or name in ("qwen2_moe", "mixtral")))
-      for name in (*NAMES, *MIXTURES) for kind in (MIXED, "Q4_1")),
-    pytest.param("llama, wide", RANDOM, marks=pytest.mark.matrix),
+EXACT = [*itertools.product((*NAMES, *MIXTURES), ("Q4_1", MIXED), (False,)), ("llama, wide", RANDOM, False)]
+EIGHT_BITS = [(name, "Q4_1", True) for name in ("llama", "qwen2", "qwen3_moe")]
+EIGHT_BITS += [*itertools.product((*NAMES, *MIXTURES), (MIXED,), (True,)), ("llama, wide", RANDOM, True)]
+SLOW = [cell for cell in EXACT if cell[0] in ("qwen2_moe", "mixtral")] + [("qwen3_moe", "Q4_1", True)]
+
+
+@pytest.mark.parametrize(("name", "kind", "eight_bits"), [
+    pytest.param(*cell, marks=[pytest.mark.matrix] * (cell[1] != "Q4_1" or cell in SLOW))
+    for cell in (*EXACT, *EIGHT_BITS)
 ])  # fmt: skip
-def test_logits_have_the_bits_of_the_dequantised_model_in_every_pass(tmp_path, name, kind):
-    """And the model's own forward pass is near the dequantised model's."""
-    model, exact = store(tmp_path / "m.gguf", name, kind)
-    scorer, whole = admit(model), scored(fastest_scorer(Scorer(exact)), [300])
+def test_logits_have_the_same_bits_in_every_pass(tmp_path, name, kind, eight_bits):
+    """By floats, those of the dequantised model, and the model's own forward pass is near them."""
+    model, exact = store(tmp_path / "m.gguf", name, kind, eight_bits)
+    scorer, right = admit(model), scored(fastest_scorer(Scorer(exact)), [300])
     assert isinstance(scorer, CompiledScorer) == (name not in MIXTURES)
+    whole = scored(scorer, [300])
     for sizes in CUTS:
         assert torch.equal(scored(scorer, sizes), whole)
     assert probe(scorer) == Exactness("bitwise")
+    if eight_bits:
+        wild = name in MIXTURES or kind == RANDOM  # a router may choose other experts
+        assert 1e-5 < distance(whole, right) < (0.3 if wild else 0.1)
+        return
+    assert torch.equal(whole, right)
     if name in MIXTURES:
         blocks_of = [weight for weight in model.parameters() if weight.dim() == 3]
         assert type(model) is type(exact) and len(blocks_of) == 9
@@ -144,22 +139,17 @@ def test_logits_have_the_bits_of_the_dequantised_model_in_every_pass(tmp_path, n
     with torch.inference_mode():
         found, expected = model(ids).logits, exact(ids).logits
     limit = 2e-5 if name == "llama, wide" else 1e-5  # of long sums in float32; the dequantised one is off by 5e-6
-    assert float((found - expected).norm() / expected.norm()) < limit
+    assert distance(found, expected) < limit
     if name in NAMES:
         arguments: Any = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
         assert torch.equal(model.generate(ids, **arguments), exact.generate(ids, **arguments))
 
 
-def test_without_a_program_passes_are_bitwise_exact_too(pair):
-    model, exact = pair
+@pytest.mark.parametrize("kind", [pytest.param(MIXED, marks=pytest.mark.matrix), "Q4_1"])
+def test_without_a_program_passes_are_bitwise_exact_too(tmp_path, kind):
+    model, exact = store(tmp_path / "m.gguf", "llama", kind)
     assert torch.equal(scored(Scorer(model), [1, 5, 94]), scored(Scorer(exact), [100]))
     assert probe(Scorer(model)) == Exactness("bitwise")
-
-
-def drafting(model: PreTrainedModel, drafter: str) -> Engine:
-    """An engine that scores all that is drafted, whatever it costs."""
-    settings = LongContextConfig(cache_budget=16, chunk=4, gamma2=4, paced=False)
-    return Engine(model, drafter, settings=settings, prune_drafts=False)
 
 
 def add_experts(writer: Any, inner: int = 64, odd: bool = False) -> None:
@@ -179,21 +169,19 @@ def add_experts(writer: Any, inner: int = 64, odd: bool = False) -> None:
             writer.add_tensor(f"blk.{layer}.{part}.weight", np.ones(8, np.float32))
 
 
+UP = "blk.0.ffn_up.weight"
 DENSE = [f"blk.{layer}.ffn_{part}.weight" for layer in range(2) for part in ("gate", "up", "down")]
 
 
 def test_a_file_with_experts_is_loaded_with_the_sizes_that_it_states(tmp_path):
     """Not with transformers' defaults."""
-
-    def add(writer: Any) -> None:
-        add_experts(writer, 32, odd=True)
-
+    add = functools.partial(add_experts, inner=32, odd=True)
     file = write(tmp_path / "m.gguf", "Q4_1", change=add, without=DENSE, architecture="qwen3moe")
     (model, _), (plain, _) = load(str(file), "stored", activations="float32"), load(str(file), "float32", device="cpu")
     assert model.config.model_type == "qwen3_moe" and model.config.moe_intermediate_size == 32
     assert isinstance(model.model.layers[1].mlp.experts, StoredExperts)
     assert "3, gate=Q4_0, up=Q4_0, down=Q4_0" in repr(model.model.layers[1].mlp.experts)
-    assert float((logits(model) - logits(plain)).norm() / logits(plain).norm()) < 1e-5
+    assert distance(logits(model), logits(plain)) < 1e-5
 
 
 def test_a_file_of_mixtral_is_loaded_as_stored_only(tmp_path):
@@ -217,8 +205,7 @@ def test_nothing_is_dequantised_or_kept_twice(tmp_path):
     assert np.array_equal(ours.ravel(), there)
     base = model.model.embed_tokens.weight.data_ptr() - header.tensors["token_embd.weight"].offset
     for layer, module in enumerate(model.model.layers):  # all lie where the file was mapped
-        offset = header.tensors[f"blk.{layer}.ffn_down.weight"].offset
-        assert module.mlp.down_proj.weight.data_ptr() == base + offset
+        assert module.mlp.down_proj.weight.data_ptr() == base + header.tensors[f"blk.{layer}.ffn_down.weight"].offset
 
 
 def test_a_file_is_loaded_with_its_tokenizer_and_says_that_weights_stay(tmp_path):
@@ -226,8 +213,7 @@ def test_a_file_is_loaded_with_its_tokenizer_and_says_that_weights_stay(tmp_path
     model, tokenizer = load(str(file), "stored")
     plain, _ = load(str(file), "float32", device="cpu")
     floats, _ = load(str(file), "stored", activations="float32")
-    assert float((logits(floats) - logits(plain)).norm() / logits(plain).norm()) < 1e-5
-    assert 1e-5 < float((logits(model) - logits(plain)).norm() / logits(plain).norm()) < 0.1
+    assert distance(logits(floats), logits(plain)) < 1e-5 < distance(logits(model), logits(plain)) < 0.1
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == plain.generation_config.eos_token_id
     assert dtype_name(model) == "stored" and dtype_name(plain) == "float32"
     assert dtype_name(floats) == "stored, float32 activations"
@@ -240,29 +226,12 @@ def test_a_file_is_loaded_with_its_tokenizer_and_says_that_weights_stay(tmp_path
     assert result.stderr == f"{file}: the weights (Q4_1, F32) stay quantised\n"
 
 
-@pytest.mark.parametrize(("name", "kind"), [
-    ("llama", "Q4_1"),
-    *(pytest.param(name, MIXED, marks=pytest.mark.matrix) for name in (*NAMES, *MIXTURES)),
-    *(pytest.param(name, "Q4_1", marks=pytest.mark.one_in(3)) for name in ("qwen2", "qwen3_moe")),
-    pytest.param("llama, wide", RANDOM, marks=pytest.mark.matrix),
-])  # fmt: skip
-def test_with_quantised_activations_every_pass_has_the_same_bits(tmp_path, name, kind):
-    model, exact = store(tmp_path / "m.gguf", name, kind, eight_bits=True)
-    scorer = admit(model)
-    whole, right = scored(scorer, [300]), scored(Scorer(exact), [300])
-    for sizes in CUTS:
-        assert torch.equal(scored(scorer, sizes), whole)
-    assert probe(scorer) == Exactness("bitwise")
-    error = float((whole - right).norm() / right.norm())
-    wild = name in MIXTURES or kind == RANDOM  # a router may choose other experts
-    assert 1e-5 < error < (0.3 if wild else 0.1)
-
-
 DRAFTED = [
     *itertools.product(("llama", "qwen3_moe"), ("Q4_1",), (False, True), ("lookup", "trie", "retrieval", "low-rank")),
     *itertools.product(("llama",), (MIXED,), (False,), ("lookup", "trie", "retrieval", "low-rank")),
 ]
 """Model, kind of its matrices, whether activations have eight bits, drafter."""
+PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 3], [*range(3, 40)]]
 FEW_DRAFTED = (("llama", False, "retrieval"), ("llama", True, "lookup"), ("qwen3_moe", True, "trie"))
 
 
@@ -271,28 +240,27 @@ FEW_DRAFTED = (("llama", False, "retrieval"), ("llama", True, "lookup"), ("qwen3
     for cell in DRAFTED
 ])  # fmt: skip
 def test_texts_with_drafts_equal_those_without(tmp_path, name, kind, eight_bits, drafter):
-    model, exact = store(tmp_path / "m.gguf", name, kind, eight_bits=eight_bits)
-    prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 3], [*range(3, 40)]]
+    model, exact = store(tmp_path / "m.gguf", name, kind, eight_bits)
+    settings = LongContextConfig(cache_budget=16, chunk=4, gamma2=4, paced=False)
+    drafting, none = Engine(model, drafter, settings=settings, prune_drafts=False), Engine(model, "none")
+    assert drafting.exactness.level == "bitwise"
     for more in ({}, {"do_sample": True, "seed": 3, "temperature": 0.9}):
         how: Any = {"max_new_tokens": 36, "eos_token_id": None, **more}
-        plain = Engine(model, "none").generate(prompts, **how).generated
-        assert eight_bits or plain == Engine(exact, "none").generate(prompts, **how).generated
-        engine = drafting(model, drafter)
-        assert engine.exactness.level == "bitwise"
-        found = engine.generate(prompts, **how)
+        plain = none.generate(PROMPTS, **how).generated
+        assert eight_bits or plain == Engine(exact, "none").generate(PROMPTS, **how).generated
+        found = drafting.generate(PROMPTS, **how)
         assert found.generated == plain and sum(sum(stats.drafted) for stats in found.stats) > 0
-        assert Engine(model, "none").generate(prompts[0], **how).generated[0] == plain[0]
+        assert none.generate(PROMPTS[0], **how).generated[0] == plain[0]
 
 
 @pytest.mark.parametrize("eight_bits", [False, True])
 def test_keys_and_values_may_be_bfloat16_beside_stored_weights(tmp_path, eight_bits):
-    model, _ = store(tmp_path / "m.gguf", "qwen3", "Q4_1", eight_bits=eight_bits)
-    prompts = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 3], [*range(3, 40)]]
+    model, _ = store(tmp_path / "m.gguf", "qwen3", "Q4_1", eight_bits)
     how: Any = {"max_new_tokens": 40, "eos_token_id": None, "do_sample": False}
     plain, lookup = (Engine(model, name, prune_drafts=False, kv_dtype="bfloat16") for name in ("none", "lookup"))
     assert lookup.exactness.level == "bitwise" and isinstance(lookup.target, CompiledScorer)
-    found = lookup.generate(prompts, **how)
-    assert found.generated == [plain.generate(each, **how).generated[0] for each in prompts]
+    found = lookup.generate(PROMPTS, **how)
+    assert found.generated == [plain.generate(each, **how).generated[0] for each in PROMPTS]
     assert sum(sum(stats.drafted) for stats in found.stats) > 0
     assert {shape.width for shape in lookup.target.kv.layers.values()} == {2}
 
@@ -318,14 +286,14 @@ def test_an_audit_with_quantised_activations_fails_nowhere(tmp_path):
     assert report.dtype == "stored" and report.exactness.level == "bitwise" and not report.failures
 
 
-def test_other_activations_are_refused(tmp_path):
+@pytest.mark.parametrize(("dtype", "activations", "message"), [
+    ("stored", "int4", "activations is 'int4'; allowed are auto, int8, float32"),
+    ("bfloat16", "int8",
+        "activations is 'int8', and dtype 'bfloat16'; with other weights than 'stored' only auto is allowed"),
+])  # fmt: skip
+def test_other_activations_are_refused(tmp_path, dtype, activations, message):
     file = str(write(tmp_path / "m.gguf", "Q4_1"))
-    message = refused(lambda: load(file, "stored", activations="int4"))
-    assert message == "activations is 'int4'; allowed are auto, int8, float32"
-    message = refused(lambda: load(file, "bfloat16", activations="int8"))
-    assert (
-        message == "activations is 'int8', and dtype 'bfloat16'; with other weights than 'stored' only auto is allowed"
-    )
+    assert refused(lambda: load(file, dtype, activations=activations)) == message
 
 
 CHANGES: dict[str, Callable[[PreTrainedModel], Any]] = {
@@ -346,7 +314,7 @@ def test_a_change_is_seen_at_the_next_look(tmp_path, change):
     CHANGES[change](model)
     scorer.refresh()
     after, own = scored(scorer, [20]), scored(Scorer(model), [20])
-    assert float((after - own).norm() / own.norm()) < (0.05 if change == "of the type" else 1e-5)
+    assert distance(after, own) < (0.05 if change == "of the type" else 1e-5)
     assert not torch.equal(after, before)
 
 
@@ -374,16 +342,11 @@ def test_cuda_is_refused_and_not_chosen(tmp_path, monkeypatch):
 
 
 def test_a_quantisation_without_a_kernel_is_named_with_its_tensor(tmp_path, monkeypatch):
-    odd = gguf.GGMLQuantizationType.IQ3_S
-
     def add(writer: Any) -> None:
-        writer.add_tensor("blk.0.ffn_up.weight", np.zeros((64, 110), np.uint8), raw_dtype=odd)
+        writer.add_tensor(UP, np.zeros((64, 110), np.uint8), raw_dtype=gguf.GGMLQuantizationType.IQ3_S)
 
-    def read(*whatever: Any) -> None:
-        raise AssertionError("it is refused before its tokenizer is read")
-
-    file = write(tmp_path / "m.gguf", "Q4_1", change=add, without=("blk.0.ffn_up.weight",))
-    monkeypatch.setattr(loading, "_tokenizer", read)
+    file = write(tmp_path / "m.gguf", "Q4_1", change=add, without=(UP,))
+    monkeypatch.setattr(loading, "_tokenizer", lambda *_: pytest.fail("it is refused before its tokenizer is read"))
     message = refused(lambda: load(str(file), "stored"))
     assert "there is no kernel for IQ3_S, the format of tensor blk.0.ffn_up.weight" in message
     assert "there are kernels for F32, F16, BF16, Q4_0, " in message and "MXFP4; --dtype bfloat16" in message
@@ -391,10 +354,10 @@ def test_a_quantisation_without_a_kernel_is_named_with_its_tensor(tmp_path, monk
 
 def test_rows_that_are_no_whole_vectors_are_refused(tmp_path):
     def add(writer: Any) -> None:
-        writer.add_tensor("blk.0.ffn_up.weight", np.zeros((64, 30), np.float16))
+        writer.add_tensor(UP, np.zeros((64, 30), np.float16))
 
-    file = write(tmp_path / "m.gguf", "Q4_1", change=add, without=("blk.0.ffn_up.weight",))
-    assert "blk.0.ffn_up.weight have 30 numbers, and the kernel for F16" in refused(lambda: load(str(file), "stored"))
+    file = write(tmp_path / "m.gguf", "Q4_1", change=add, without=(UP,))
+    assert f"{UP} have 30 numbers, and the kernel for F16" in refused(lambda: load(str(file), "stored"))
 
 
 def test_experts_of_other_kinds_are_refused(tmp_path):
@@ -419,15 +382,13 @@ def test_a_processor_without_a_kernel_is_refused(tmp_path, monkeypatch):
     assert "no kernel for stored weights here: the processor has no fused multiply-add" in message
 
 
-def test_stored_weights_are_not_saved(pair, tmp_path):
-    assert "keep the file" in refused(lambda: pair[0].save_pretrained(tmp_path))
-
-
-def test_modules_say_what_they_are(pair):
-    layer, embedding = pair[0].model.layers[0].mlp.down_proj, pair[0].model.embed_tokens
+def test_stored_weights_say_what_they_are_and_are_not_saved(tmp_path):
+    model, _ = store(tmp_path / "m.gguf", "llama", "Q4_1")
+    assert "keep the file" in refused(lambda: model.save_pretrained(tmp_path))
+    layer, embedding = model.model.layers[0].mlp.down_proj, model.model.embed_tokens
     assert isinstance(layer, StoredLinear) and isinstance(embedding, StoredEmbedding)
     assert "in_features=96, out_features=96, bias=True, kind=" in repr(layer)
-    assert repr(embedding) == f"StoredEmbedding(75, 96, kind={embedding.kind})"
+    assert repr(embedding) == "StoredEmbedding(75, 96, kind=Q4_1)"
 
 
 # --- other engines
@@ -445,3 +406,40 @@ def test_llama_cpp_is_given_the_very_file_and_openvino_nothing(tmp_path):
     )
     with peer_libraries.running_peers(subject, [reads_floats]) as found:
         assert found.absent == {"fake": "it cannot be given weights as a GGUF file stores them"}
+
+
+# --- hybrids
+
+
+@pytest.mark.parametrize("architecture", gguf_hybrids.MODELS)
+def test_a_hybrid_read_as_it_is_stored_is_what_transformers_dequantises(tmp_path, architecture):
+    exact = gguf_hybrids.built(architecture)
+    found, _ = load(str(gguf_hybrids.write(tmp_path / "exact.gguf", architecture, "F32")), "stored")
+    torch.testing.assert_close(logits(found), logits(exact), atol=1e-4, rtol=1e-4)
+    file = str(gguf_hybrids.write(tmp_path / "m.gguf", architecture, "Q8_0"))
+    (stored, _), (dequantised, _) = load(file, "stored", activations="float32"), load(file, "float32")
+    assert not torch.allclose(logits(dequantised), logits(exact), atol=1e-3)
+    torch.testing.assert_close(logits(stored), logits(dequantised), atol=5e-4, rtol=1e-4)  # 1.2e-4 on some processors
+    kinds = [type(module) for module in stored.modules()]
+    assert StoredLinear in kinds
+    assert kinds.count(InputOrder) == (0 if architecture == "lfm2" else 3)  # columns of each recurrent layer's outputs
+
+
+@pytest.mark.parametrize("architecture", ["lfm2", "qwen35"])
+def test_drafts_change_nothing_of_a_hybrid(tmp_path, architecture):
+    mtp = mtp_tensors(gguf_hybrids.built(architecture)) if architecture == "qwen35" else None
+    model, _ = load(str(gguf_hybrids.write(tmp_path / "m.gguf", architecture, "Q4_1", mtp)), "stored")
+    texts = []
+    for drafter in ("none", "auto", "trie", *(() if mtp is None else ("mtp",))):
+        engine = Engine(model, drafter)
+        assert engine.exactness.level == "bitwise", engine.exactness.reason
+        assert isinstance(engine.target, CompiledScorer) == (architecture == "lfm2")
+        prompts = [[3, 20, 30, 41, 7, 3, 20, 30], [9, 9, 9]]
+        texts.append(engine.generate(prompts, max_new_tokens=20, eos_token_id=None).generated)
+    assert all(text == texts[0] for text in texts)
+
+
+@pytest.mark.parametrize("dtype", ["stored", "float32"])
+def test_a_hybrid_that_is_no_decoder_is_refused(tmp_path, dtype):
+    file = gguf_hybrids.write(tmp_path / "m.gguf", "lfm2", "F32", **{"attention.causal": False})
+    assert "is not a decoder: its attention is not causal" in refused(lambda: load(str(file), dtype))

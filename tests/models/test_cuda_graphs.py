@@ -1,5 +1,6 @@
 """Recordings of passes and their tables: sizes are few whatever texts are like, and tables begin where Triton wants."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -126,31 +127,19 @@ def test_a_clock_of_prices_stands_while_a_pass_is_recorded(recorded, monkeypatch
     assert work_clock.work_seconds() - began == 1.0
 
 
+TABLES = ("ids", "positions", "wanted", "noise", "addresses", "strides", "tokens", "own", "rows", "tiles")
+
+
 def test_all_tables_begin_at_multiples_of_16_bytes():
     """In passes of any size. Otherwise Triton would compile a kernel for the size anew."""
-    for counts in (
-        ([n] for n in range(1, 66)),
-        ([n, m] for n in (1, 2, 3) for m in (1, 4, 7)),
-        ([1] * n for n in (3, 5)),
-    ):
-        for each in counts:
-            batch = described([9] * len(each), each, 4, branches=True)
-            for sizes in (batch.sizes, batch.sizes.rounded(4)):
-                places = PassTables(sizes, CPU)
-                places.fill(batch, SPARE if sizes.rows > len(each) else None)
-                assert places.own.shape[1] % 2 == 0
-                for name in (
-                    "ids",
-                    "positions",
-                    "wanted",
-                    "noise",
-                    "addresses",
-                    "strides",
-                    "tokens",
-                    "own",
-                    "rows",
-                    "tiles",
-                ):
-                    table = getattr(places, name)
-                    layers = [table] if name not in ("addresses", "strides") else [*table]
-                    assert all(layer.data_ptr() % TABLE_ALIGNMENT == 0 for layer in layers), (name, each)
+    pairs = itertools.product((1, 2, 3), (1, 4, 7))
+    for counts in (*([n] for n in range(1, 66)), *map(list, pairs), [1] * 3, [1] * 5):
+        batch = described([9] * len(counts), counts, 4, branches=True)
+        for sizes in (batch.sizes, batch.sizes.rounded(4)):
+            places = PassTables(sizes, CPU)
+            places.fill(batch, SPARE if sizes.rows > len(counts) else None)
+            assert places.own.shape[1] % 2 == 0
+            for name in TABLES:
+                table = getattr(places, name)
+                layers = [*table] if name in ("addresses", "strides") else [table]
+                assert all(layer.data_ptr() % TABLE_ALIGNMENT == 0 for layer in layers), (name, counts)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -18,21 +19,22 @@ from forerun.models.forward.scorer import Scorer
 
 pytestmark = pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
 
-BITWISE = Exactness("bitwise")
-
 
 class Wrapped(Scorer):
-    """A model's scorer whose logits are off by a bit in some passes."""
+    """A model's scorer whose logits are off by a bit in some passes: over trees, over batches, over more than ``above``
+    tokens, or over one token after ``beyond``."""
 
-    def __init__(self, *, trees: bool = False, batches: bool = False, above: int | None = None) -> None:
-        super().__init__(tiny("llama"))
-        self._trees, self._batches, self._above = trees, batches, above
+    def __init__(
+        self, model: Any = None, *, trees: bool = False, batches: bool = False, above: int = 9999, beyond: int = 9999
+    ) -> None:
+        super().__init__(model or tiny("llama"))
+        self._trees, self._batches, self._above, self._beyond = trees, batches, above, beyond
 
     def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
         found = super().score(blocks, caches)
-        tree, batch = any(not block.tree.is_chain for block in blocks), len(blocks) > 1
-        large = self._above is not None and sum(map(len, blocks)) > self._above
-        if (self._trees and tree) or (self._batches and batch) or large:
+        tree, large = any(not block.tree.is_chain for block in blocks), sum(map(len, blocks)) > self._above
+        far = len(blocks[0]) == 1 and caches[0].length > self._beyond
+        if (self._trees and tree) or (self._batches and len(blocks) > 1) or large or far:
             return [torch.nextafter(logits, torch.full_like(logits, torch.inf)) for logits in found]
         return found
 
@@ -78,20 +80,9 @@ def test_without_fused_multiply_and_add_the_reason_says_so(monkeypatch):
     assert probe(Scorer(tiny("llama")), 128) == Exactness("rounding", "the processor has no fused multiply-add")
 
 
-class RoundsFar(Scorer):
-    """A model's scorer whose logits are off by a bit behind a long text, in passes over one token."""
-
-    def score(self, blocks: Sequence[Block], caches: Sequence[Cache]) -> list[torch.Tensor]:
-        found = super().score(blocks, caches)
-        if len(blocks[0]) == 1 and caches[0].length > 600:
-            return [torch.nextafter(logits, torch.full_like(logits, torch.inf)) for logits in found]
-        return found
-
-
-def test_what_rounds_only_behind_a_long_text_is_noticed():
+def test_what_rounds_only_after_a_long_sequence_is_noticed():
     model = copy.deepcopy(tiny("mistral"))
     model.config.max_position_embeddings = 4096
-    assert probe(RoundsFar(model), 600) == BITWISE
-    found = probe(RoundsFar(model), 4096)
-    assert found.level == "rounding"
-    assert found.reason == "a pass over 1 tokens rounds differently from one over 24, after 1100 tokens"
+    assert probe(Wrapped(model, beyond=600), 600) == Exactness("bitwise")
+    reason = "a pass over 1 tokens rounds differently from one over 24, after 1100 tokens"
+    assert probe(Wrapped(model, beyond=600), 4096) == Exactness("rounding", reason)

@@ -49,12 +49,14 @@ def broken(model: transformers.PreTrainedModel, passes: bool) -> None:
     model.lm_head.register_forward_hook(fail)
 
 
-def test_what_failed_is_said():
-    for passes, what in ((True, "a pass over two packed sequences"), (False, "the model's own forward pass")):
-        model = copy.deepcopy(tiny("llama"))
-        broken(model, passes)
-        with pytest.raises(UnsupportedModelError, match=rf"{what} fails \(NotImplementedError: no such kernel\)$"):
-            gate.admit(model)
+@pytest.mark.parametrize(
+    ("passes", "what"), [(True, "a pass over two packed sequences"), (False, "the model's own forward pass")]
+)
+def test_what_failed_is_said(passes, what):
+    model = copy.deepcopy(tiny("llama"))
+    broken(model, passes)
+    with pytest.raises(UnsupportedModelError, match=rf"{what} fails \(NotImplementedError: no such kernel\)$"):
+        gate.admit(model)
 
 
 def test_implementations_are_as_they_were_after_a_pass_that_failed():
@@ -86,14 +88,10 @@ class RoundingChunks(scorer.Scorer):
         return [logits + other * logits.norm() / other.norm() * self.errors[not blocks[0].whole_chunk]]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "errors", "passes"),
-    [
-        (torch.bfloat16, (0.04, 0.04), True),  # of each other they are off by more than 5 %
-        (torch.bfloat16, (0.15, 0.04), False),
-        (torch.float32, (0.04, 0.04), False),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "errors", "passes"), [
+    (torch.bfloat16, (0.04, 0.04), True),  # of each other they are off by more than 5 %
+    (torch.bfloat16, (0.15, 0.04), False), (torch.float32, (0.04, 0.04), False),
+])  # fmt: skip
 def test_chunks_and_other_passes_round_as_much(dtype, errors, passes):
     read = RoundingChunks(copy.deepcopy(tiny("llama")).to(dtype))
     read.prompt_chunk, read.errors = 8, errors

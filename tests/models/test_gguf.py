@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.gguf_files import TEMPLATE, gguf, logits, model, write
-from support.saved_models import small_tokenizer
+from support.saved_models import save, small_tokenizer
 from transformers import AutoConfig, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -26,12 +26,9 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def damaged(tmp_path: Path, exact: Path) -> Callable[[bytes], Path]:
-    def make(data: bytes) -> Path:
-        (tmp_path / "damaged.gguf").write_bytes(data)
-        return tmp_path / "damaged.gguf"
-
-    return make
+def damaged(tmp_path: Path) -> Callable[[bytes], Path]:
+    file = tmp_path / "damaged.gguf"
+    return lambda data: (file.write_bytes(data), file)[1]
 
 
 def test_a_gguf_file_holds_the_model_that_was_written_and_nothing_is_printed(exact, capfd):
@@ -65,9 +62,7 @@ def test_the_dtype_that_was_asked_for_is_had(exact, dtype):
 def test_a_loaded_file_is_an_ordinary_model_that_can_be_saved_and_is_named_after_its_file(exact, tmp_path):
     loaded, tokenizer = load(str(exact), device="cpu")
     assert loaded.name_or_path == tokenizer.name_or_path == str(exact)
-    loaded.save_pretrained(tmp_path / "saved")
-    tokenizer.save_pretrained(tmp_path / "saved")
-    again, same = load(str(tmp_path / "saved"), device="cpu")
+    again, same = load(str(save(loaded, tmp_path / "saved", tokenizer)), device="cpu")
     assert torch.equal(logits(again), logits(loaded))
     assert same("again and")["input_ids"] == tokenizer("again and")["input_ids"]
     assert same.chat_template == TEMPLATE
@@ -105,11 +100,8 @@ def test_the_configuration_and_the_tokenizer_are_those_that_transformers_reads(t
     assert ours == read()
 
 
-def test_gguf_s_slow_reader_is_not_asked(exact, monkeypatch):
-    def fail(*given: Any) -> None:
-        raise AssertionError("it was asked")
-
-    monkeypatch.setattr(gguf.GGUFReader, "__init__", fail)
+def test_gguf_s_slow_reader_is_not_used(exact, monkeypatch):
+    monkeypatch.setattr(gguf.GGUFReader, "__init__", lambda *_: pytest.fail("it was used"))
     load(str(exact), "stored")
 
 
@@ -153,8 +145,7 @@ def test_what_is_no_gguf_file_is_refused(tmp_path, damaged):
 
 
 def test_a_file_is_refused_wherever_it_is_cut_off(exact, damaged):
-    data = exact.read_bytes()
-    header = read_header(exact)
+    data, header = exact.read_bytes(), read_header(exact)
     for end in (*range(4, header.end, 97), header.end - 1):
         assert "is damaged or cut off" in refused(damaged(data[:end])), end
     for end in (header.end, header.data + 10, len(data) - 64):
@@ -162,10 +153,8 @@ def test_a_file_is_refused_wherever_it_is_cut_off(exact, damaged):
 
 
 def test_a_damaged_header_is_refused_or_read_but_never_ends_in_another_error(exact, damaged):
-    data, header = exact.read_bytes(), read_header(exact)
-    rng = np.random.default_rng(0)
-    for at in rng.integers(4, header.end, 300):
-        changed = bytearray(data)
+    for at in np.random.default_rng(0).integers(4, read_header(exact).end, 300):
+        changed = bytearray(exact.read_bytes())
         changed[at] ^= 0xFF
         file = damaged(bytes(changed))
         try:

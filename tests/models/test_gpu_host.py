@@ -18,7 +18,6 @@ from benchmarks.gpu.counting import LaunchCounter
 from benchmarks.gpu.host_time import HOST_DRAFTERS, HostTimeOptions, host_rows, host_runtime
 from benchmarks.gpu.interpreter import host_code
 from forerun.core.long_context import LongContextConfig
-from forerun.core.tree import DraftTree
 from forerun.decoding import device_chain
 from forerun.decoding.planner import AdaptivePlanner
 from forerun.engine.engine import Engine
@@ -36,6 +35,12 @@ def host() -> Iterator[None]:
 
 def model(layers: int = 4) -> Any:
     return random_model(ModelShape(layers, 32, 32, 4, 2, 61), torch.bfloat16)
+
+
+def triforce() -> Engine:
+    """An engine whose small model has two layers."""
+    how = {"cache_budget": 8, "chunk": 2, "gamma1": 3, "gamma2": 4, "paced": False, "sparse": "retrieval"}
+    return engine_of(model(), "triforce", LongContextConfig(model(2), **how))
 
 
 def engine_of(own: Any, drafter: str, settings: LongContextConfig | None = None, budget: int = 63) -> Engine:
@@ -65,33 +70,26 @@ def steps_of(engine: Engine, rows: int = 1) -> tuple[Counter[str], int, dict[str
     return each, (launches.copies - moves) // count, waited
 
 
+PLAIN = {"clone": 2}, 1, {"transfers": 1}
+"""A step's kernels, copies and waits."""
+
+
 @pytest.mark.parametrize("rows", [1, 8])
 def test_a_plain_step_keeps_its_results_and_brings_the_tokens(rows):
-    kernels, copies, waits = steps_of(engine_of(model(), "none"), rows)
-    assert kernels == {"clone": 2}
-    assert (copies, waits) == (1, {"transfers": 1})
+    assert steps_of(engine_of(model(), "none"), rows) == PLAIN
 
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_a_step_with_drafts_finds_the_best_tokens_of_all_rows_at_once(rows):
-    kernels, copies, waits = steps_of(engine_of(model(), "trie", budget=64 // rows - 1), rows)
-    assert kernels == {"clone": 2, "topk": 1, "to": 1, "cat": 1}
-    assert (copies, waits) == (1, {"transfers": 1})
+    kernels, *rest = steps_of(engine_of(model(), "trie", budget=64 // rows - 1), rows)
+    assert kernels == {"clone": 2, "topk": 1, "to": 1, "cat": 1} and rest == [*PLAIN[1:]]
 
 
 def test_a_step_that_skips_drafting_is_a_plain_one(monkeypatch):
     """Also if a draft was made, and none of it was worth its cost."""
-    engine = engine_of(model(), "auto")
-
-    def nothing(self, *given) -> list[DraftTree] | None:
-        own(self, *given)
-        return None
-
-    own = AdaptivePlanner.plan
-    monkeypatch.setattr(AdaptivePlanner, "plan", nothing)
-    kernels, copies, waits = steps_of(engine)
-    assert kernels == {"clone": 2}
-    assert (copies, waits) == (1, {"transfers": 1})
+    engine, own = engine_of(model(), "auto"), AdaptivePlanner.plan
+    monkeypatch.setattr(AdaptivePlanner, "plan", lambda *given: (own(*given), None)[1])
+    assert steps_of(engine) == PLAIN
 
 
 def test_every_size_of_one_row_is_recorded_when_an_engine_is_made(monkeypatch):
@@ -128,8 +126,7 @@ def test_a_copy_of_a_model_has_recordings_of_its_own():
 
 def test_an_inner_chain_is_one_transfer(monkeypatch):
     """TriForce: the small model's tokens stay on the device until the last of them."""
-    settings = LongContextConfig(model(2), cache_budget=8, chunk=2, gamma1=3, gamma2=4, paced=False, sparse="retrieval")
-    engine = engine_of(model(), "triforce", settings)
+    engine = triforce()
     passes, pieces, own_pass, own_draft = Counter[int](), list[int](), GpuScorer._pass, device_chain.draft
 
     def one_pass(self: GpuScorer, *given: Any) -> Any:
@@ -153,8 +150,7 @@ def test_an_inner_chain_is_one_transfer(monkeypatch):
 
 def test_a_sampled_chain_launches_what_a_greedy_one_does(monkeypatch):
     """Its noise is part of the recorded pass, whatever the temperature."""
-    settings = LongContextConfig(model(2), cache_budget=8, chunk=2, gamma1=3, gamma2=4, paced=False, sparse="retrieval")
-    engine, own_draft, found = engine_of(model(), "triforce", settings), device_chain.draft, list[Any]()
+    engine, own_draft, found = triforce(), device_chain.draft, list[Any]()
 
     def drafted(scorer: Any, rows: Any, count: int, chances: bool) -> Any:
         with LaunchCounter() as launches:

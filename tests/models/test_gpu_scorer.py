@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from torch.overrides import TorchFunctionMode
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from support import tiny
-from support.away import READS
 from support.triton_products import interpret_products, interpret_quickly
+from support.wait_counter import WaitCounter
 
 from benchmarks.gpu.interpreter import RunAgain
 from forerun.core.block import Block
@@ -98,10 +97,8 @@ def read(scorer: Scorer, count: int) -> FullCache:
     return cache
 
 
-CELLS = [(kind, torch.float32) for kind in FAMILIES | OTHERS] + [
-    ("llama", torch.bfloat16),
-    ("gpt-neox", torch.bfloat16),
-]
+CELLS = [(kind, torch.float32) for kind in FAMILIES | OTHERS]
+CELLS += [(kind, torch.bfloat16) for kind in ("llama", "gpt-neox")]
 
 
 @pytest.mark.parametrize(("kind", "dtype"), CELLS)
@@ -420,23 +417,6 @@ def test_a_recorded_pass_chooses_sampled_tokens(on_gpu, method):
         assert len(piece.q) == len(kept) and all(map(torch.equal, piece.q, kept))
 
 
-class Waits(TorchFunctionMode):
-    """Notes what would wait for a device: reads of tensors, and calls of ``torch.cuda``. ``numpy`` is none: it takes
-    tensors on the CPU alone."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        super().__init__()
-        self.names: list[str] = []
-        for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event):
-            monkeypatch.setattr(owner, "synchronize", lambda *_: self.names.append("synchronize"))
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in READS - {"numpy"} and isinstance(args[0], torch.Tensor):
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("drafter", ["none", "trie", "retrieval", "triforce-trie"])
 def test_a_step_waits_for_one_transfer(drafter, on_gpu, monkeypatch):
     """Whole texts, whose passes are recorded or not: a step waits once, and so does a drafting pass. Nothing else does,
@@ -448,10 +428,9 @@ def test_a_step_waits_for_one_transfer(drafter, on_gpu, monkeypatch):
     passes, one_pass = [], GpuScorer._pass
     monkeypatch.setattr(GpuScorer, "_pass", lambda *given: (passes.append(1), one_pass(*given))[1])
     requests = engine.requests(torch.tensor(TEXT[None, [3, 4, 5] * 4]), max_new_tokens=8, eos_token_id=None)
-    with Waits(monkeypatch) as waits:
-        for _ in engine.run(requests):
-            pass
-    [stats] = [request.stats for request in requests]
-    assert set(waits.names) == {"cpu"}
-    assert stats.steps < len(passes) if drafter in ("retrieval", "triforce-trie") else stats.steps == len(waits.names)
-    assert stats.steps <= len(waits.names) <= len(passes)
+    with WaitCounter(CPU) as waits:
+        list(engine.run(requests))
+    steps, transfers = requests[0].stats.steps, waits.counts["transfers"]
+    assert set(waits.reads) == {"cpu"} and set(waits.counts) == {"transfers"}
+    assert steps < len(passes) if drafter in ("retrieval", "triforce-trie") else steps == transfers
+    assert steps <= transfers <= len(passes)

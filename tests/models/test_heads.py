@@ -1,4 +1,4 @@
-"""Heads by themselves: what they compute, beside the same written out; and what a folder must hold."""
+"""Heads by themselves: what they compute, beside their formulas; and what a folder and its configuration must hold."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,14 +11,14 @@ from support.head_reference import attend, check_long, check_tree, gated_mlp, no
 from support.heads import dflash, dflash2, dspark, eagle3, eagle31, mtp_target, peagle
 from support.saved_models import change, weights
 from support.tiny import tiny
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen3Config
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.scorer import Scorer
 from forerun.models.heads.eagle3 import _aux_layers
-from forerun.models.heads.loading import load_head
+from forerun.models.heads.loading import is_head, load_head
 from forerun.models.heads.mtp import MtpHead
 
 Make = Callable[[Path, PreTrainedModel], Path]
@@ -37,33 +37,39 @@ def test_the_default_layers_are_known_however_they_are_numbered(config, layers):
     assert _aux_layers(config, 32) == layers
 
 
+def fused(config: dict[str, Any], w: dict[str, torch.Tensor], states: list[torch.Tensor]) -> torch.Tensor:
+    """The target's states of three layers, joined, ``[n, hidden]``."""
+    if config.get("fc_norm"):
+        states = [norm(each, w[f"fc_norm.{number}.weight"]) for number, each in enumerate(states)]
+    joined = torch.cat(states, -1)
+    return (norm(joined, w["input_norm.weight"]) if config.get("norm_before_fc") else joined) @ w["fc.weight"].T
+
+
+def added(
+    x: torch.Tensor, onto: torch.Tensor, w: dict[str, torch.Tensor], at: str, window: int | None = None
+) -> torch.Tensor:
+    """What a layer's attention over ``x`` and its MLP add to ``onto``, and that."""
+    q, k, v = ((x @ w[f"{at}self_attn.{part}_proj.weight"].T).view(len(x), -1, 8) for part in "qkv")
+    places = torch.arange(len(x))
+    seen = places[:, None] - places[None] < (window or len(x))
+    onto = onto + attend(turn(q, places), turn(k, places), v, seen.tril()) @ w[at + "self_attn.o_proj.weight"].T
+    return onto + gated_mlp(norm(onto, w[at + "post_attention_layernorm.weight"]), w, at + "mlp.")
+
+
 def eagle3_outputs(folder: Path, model: PreTrainedModel, sequence: list[int], read: int) -> tuple[torch.Tensor, ...]:
     """What an EAGLE-3 head feeds back after a sequence, ``read`` tokens of which the target has read; its logits."""
     config, w = read_folder(folder)
     eagle, layer = config.get("eagle_config", config), config.get("transformer_layer_config", config)
-    layers = eagle["eagle_aux_hidden_state_layer_ids"]
     found = model(torch.tensor([sequence[:read]]), output_hidden_states=True).hidden_states
-    states = [found[number][0] for number in layers]
-    if config.get("fc_norm"):
-        states = [norm(each, w[f"fc_norm.{number}.weight"]) for number, each in enumerate(states)]
-    side_by_side = torch.cat(states, -1)
-    if config.get("norm_before_fc"):
-        side_by_side = norm(side_by_side, w["input_norm.weight"])
-    hidden = side_by_side @ w["fc.weight"].T
-    embeddings = model.get_input_embeddings()(torch.tensor(sequence[1:]))
+    hidden = fused(config, w, [found[number][0] for number in eagle["eagle_aux_hidden_state_layer_ids"]])
+    embeddings, at = model.get_input_embeddings()(torch.tensor(sequence[1:])), "layers.0."
     while True:
-        count, at = len(hidden), "layers.0."
         normed = norm(hidden, w[at + "hidden_norm.weight"])
-        x = torch.cat([norm(embeddings[:count], w[at + "input_layernorm.weight"]), normed], -1)
-        q, k, v = ((x @ w[f"{at}self_attn.{part}_proj.weight"].T).view(count, -1, 8) for part in "qkv")
-        places = torch.arange(count)
-        seen = places[:, None] - places[None] < layer.get("sliding_window", count)
-        out = attend(turn(q, places), turn(k, places), v, seen.tril()) @ w[at + "self_attn.o_proj.weight"].T
-        residual = (normed if config.get("norm_before_residual") else hidden) + out
-        left = residual + gated_mlp(norm(residual, w[at + "post_attention_layernorm.weight"]), w, at + "mlp.")
+        x = torch.cat([norm(embeddings[: len(hidden)], w[at + "input_layernorm.weight"]), normed], -1)
+        left = added(x, normed if config.get("norm_before_residual") else hidden, w, at, layer.get("sliding_window"))
         final = norm(left[-1:], w["norm.weight"])
         fed = final if config.get("norm_output") else left[-1:]
-        if count == len(sequence) - 1:
+        if len(hidden) == len(sequence) - 1:
             return fed[0], final[0] @ w["lm_head.weight"].T
         hidden = torch.cat([hidden, fed])
 
@@ -73,25 +79,17 @@ def eagle3_logits(folder: Path, model: PreTrainedModel, sequence: list[int], rea
 
 
 def peagle_logits(folder: Path, model: PreTrainedModel, text: list[int], read: int) -> torch.Tensor:
-    """Logits of a P-EAGLE head behind a text, of which the target has read ``read`` tokens: all entries, all masks."""
+    """Logits of a P-EAGLE head after a sequence of which the target has read ``read`` tokens: all entries and masks."""
     config, w = read_folder(folder)
     found = model(torch.tensor([text[:read]]), output_hidden_states=True).hidden_states
-    states = torch.cat([found[layer][0] for layer in config["eagle_aux_hidden_state_layer_ids"]], -1)
-    states = torch.cat([states, w["mask_hidden"][0].expand(3, -1)])
-    if config.get("fc_norm"):
-        parts = states.chunk(3, -1)
-        states = torch.cat([norm(each, w[f"fc_norm.{number}.weight"]) for number, each in enumerate(parts)], -1)
-    hidden, places = states @ w["fc.weight"].T, torch.arange(read + 3)
+    masks = w["mask_hidden"][0].expand(3, -1).chunk(3, -1)
+    layers = zip(config["eagle_aux_hidden_state_layer_ids"], masks, strict=True)
+    hidden = fused(config, w, [torch.cat([found[layer][0], mask]) for layer, mask in layers])
     embeddings = w["embed_tokens.weight"][[*text[1 : read + 1], 2, 2, 2]]
-    for layer in range(2):
-        at = f"layers.{layer}."
-        x = norm(embeddings if layer == 0 else hidden, w[at + "input_layernorm.weight"])
-        if layer == 0:
-            normed = norm(hidden, w[at + "hidden_norm.weight"])
-            x, hidden = torch.cat([x, normed], -1), normed if config.get("norm_before_residual") else hidden
-        q, k, v = ((x @ w[f"{at}self_attn.{part}_proj.weight"].T).view(len(x), -1, 8) for part in "qkv")
-        hidden = hidden + attend(turn(q, places), turn(k, places), v) @ w[at + "self_attn.o_proj.weight"].T
-        hidden = hidden + gated_mlp(norm(hidden, w[at + "post_attention_layernorm.weight"]), w, at + "mlp.")
+    normed = norm(hidden, w["layers.0.hidden_norm.weight"])
+    x = torch.cat([norm(embeddings, w["layers.0.input_layernorm.weight"]), normed], -1)
+    hidden = added(x, normed if config.get("norm_before_residual") else hidden, w, "layers.0.")
+    hidden = added(norm(hidden, w["layers.1.input_layernorm.weight"]), hidden, w, "layers.1.")
     logits: torch.Tensor = norm(hidden, w["norm.weight"]) @ w["lm_head.weight"].T
     return logits[len(text) - 2]
 
@@ -120,9 +118,7 @@ def block_rows(folder: Path, model: PreTrainedModel, text: list[int], read: int,
     for layer, kind in enumerate(layer_config.get("layer_types", ["full_attention"] * 2)):
         at, sliding = f"layers.{layer}.", kind == "sliding_attention"
         behind = places[read:, None] - places[None]
-        seen = torch.ones_like(behind, dtype=torch.bool)
-        if sliding:
-            seen = behind.abs() < 6
+        seen = behind.abs() < (6 if sliding else len(places))
         if first_only_back(config, sliding):
             seen &= behind >= 0
         y = norm(x, w[at + "input_layernorm.weight"])
@@ -212,6 +208,8 @@ KINDS: dict[str, tuple[Make, Callable[..., torch.Tensor]]] = {
     "peagle, speculators": (lambda f, m: peagle(f, m, "speculators", fc_norm=True), peagle_logits),
     "dflash": (dflash, dflash_logits),
     "dflash, windows": (lambda f, m: dflash(f, m, sliding=True), dflash_logits),
+    "dflash, scaled": (
+        lambda f, m: dflash(f, m, inner={"output_multiplier": 0.5, "final_logit_softcapping": 3.0}), dflash_logits),
     "dflash, causal": (lambda f, m: dflash(f, m, is_causal=True), dflash_logits),
     "dflash, speculators": (lambda f, m: dflash(f, m, form="speculators", sliding=True), dflash_logits),
     "dflash, from the anchor": (
@@ -227,19 +225,17 @@ KINDS: dict[str, tuple[Make, Callable[..., torch.Tensor]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_head_computes_what_its_paper_says(kind, tmp_path):
-    model, (make, exact) = tiny("llama"), KINDS[kind]
-    folder = make(tmp_path, model)
-    check_tree(load_head(folder), model, lambda text, read: exact(folder, model, text, read))
+LONG = ("eagle3.1", "eagle3", "peagle", "dflash2", "dspark, rnn")
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("kind", ["eagle3.1", "eagle3", "peagle", "dflash2", "dspark, rnn"])
-def test_a_head_computes_it_along_200_tokens(kind, tmp_path):
+@pytest.mark.parametrize(("kind", "check"), [
+    *((kind, check_tree) for kind in KINDS),
+    *(pytest.param(kind, check_long, marks=[pytest.mark.matrix] * (kind not in LONG[::3])) for kind in LONG),
+])  # fmt: skip
+def test_a_head_computes_what_its_paper_says(kind, check, tmp_path):
     model, (make, exact) = tiny("llama"), KINDS[kind]
     folder = make(tmp_path, model)
-    check_long(load_head(folder), model, lambda text, read: exact(folder, model, text, read))
+    check(load_head(folder), model, lambda text, read: exact(folder, model, text, read))
 
 
 @pytest.mark.parametrize("make", [eagle3, eagle31])
@@ -311,12 +307,6 @@ def test_a_target_without_heads_is_refused(tmp_path):
         MtpHead().bind(Scorer(model))
 
 
-def test_scales_of_a_dflash_head_are_applied(tmp_path):
-    model, folder = tiny("llama"), dflash(tmp_path, tiny("llama"))
-    change(folder, lambda c: c["dflash_config"].update(output_multiplier=0.5, final_logit_softcapping=3.0))
-    check_tree(load_head(folder), model, lambda text, read: dflash_logits(folder, model, text, read))
-
-
 def test_a_copy_of_the_targets_matrices_is_not_kept(tmp_path):
     model, folder = tiny("llama"), dspark(tmp_path, tiny("llama"))
     theirs = model.get_input_embeddings().weight.detach().clone()
@@ -328,12 +318,70 @@ def test_a_copy_of_the_targets_matrices_is_not_kept(tmp_path):
     assert not torch.equal(own, model.get_output_embeddings().weight)
 
 
+HEADS: dict[str, Make] = {"eagle3": eagle3, "peagle": peagle, "dflash": dflash, "dflash2": dflash2, "dspark": dspark}
+PUBLIC: dict[str, Any] = {  # of heads that were published, beside what their layers say
+    "attention_bias": False, "attention_dropout": 0.0, "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    "bos_token_id": 1, "dtype": "bfloat16", "eos_token_id": [1, 2], "initializer_range": 0.02, "max_window_layers": 5,
+    "mlp_bias": False, "num_target_layers": 2, "pad_token_id": 0, "pretraining_tp": 1, "rope_scaling": None,
+    "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.57.1", "use_cache": True, "use_sliding_window": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_published_head_is_known_by_its_configuration(kind, tmp_path):
+    folder = HEADS[kind](tmp_path, tiny("llama"))
+    change(folder, **PUBLIC)
+    head = load_head(folder)
+    assert is_head(folder) and type(head).__name__.lower() == f"{kind}head"
+    head.bind(Scorer(tiny("llama")))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+def test_a_layers_whole_configuration_is_known(kind, tmp_path):
+    """``speculators`` writes every entry of the layers' class."""
+    folder = HEADS[kind](tmp_path, tiny("llama"), form="speculators")
+    every = Qwen3Config().to_dict() | {"layer_types": None}
+    change(folder, lambda c: c.update(transformer_layer_config=every | c["transformer_layer_config"]))
+    load_head(folder).bind(Scorer(tiny("llama")))
+
+
+UNKNOWN: list[tuple[dict[str, Any], str]] = [
+    ({"gate_hidden_states": False}, "gate_hidden_states is False .* not supported"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config is"),
+    ({"mlp_bias": True}, "mlp_bias is True .* only False"), ({"logit_scale": 0.5}, "logit_scale is 0.5 .* only 1.0"),
+    ({"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25"), ({"kv_lora_rank": 8}, "kv_lora_rank is 8"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+     "partial_rotary_factor is 0.5 in rope_parameters"),
+    ({"rope_parameters": {"sliding_attention": {"factor": 2}}}, "sliding_attention is"),
+]  # fmt: skip
+INSIDE: list[tuple[str, str, dict[str, Any], str]] = [
+    ("eagle3", "eagle_config", {"use_aux_hidden_state": False}, "use_aux_hidden_state"),
+    ("eagle3", "eagle_config", {"parallel_draft_step": 4}, "parallel_draft_step is 4"),
+    ("eagle3", "eagle_config", {"norm_before_fc": True, "fc_norm": True}, "norm_before_fc and fc_norm"),
+    ("dflash", "dflash_config", {"attention_sink_bias": True}, "attention_sink_bias is True"),
+    ("dflash", "dflash_config", {"projector_type": "domino"}, "projector_type is 'domino'"),
+    ("dflash2", "dflash_config", {"attention_mode": "mla"}, "attention_mode is 'mla'"),
+    ("dflash2", "dflash_config", {"sample_from_anchor": True}, "sample_from_anchor is True"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "entries", "message"), [*((kind, None, *each) for kind in HEADS for each in UNKNOWN), *INSIDE]
+)
+def test_an_entry_that_is_not_known_is_refused_by_its_name(kind, part, entries, message, tmp_path):
+    folder = HEADS[kind](tmp_path, tiny("llama"))
+    change(folder, lambda config: (config[part] if part else config).update(entries))
+    with pytest.raises(ValueError, match=message):
+        load_head(folder)
+
+
 def without(name: str) -> Callable[[Path], Any]:
     return lambda folder: weights(folder, lambda w: w.pop(name))
 
 
 def saying(**entries: Any) -> Callable[[Path], Any]:
-    return lambda folder: change(folder, lambda config: config.update(entries))
+    return lambda folder: change(folder, **entries)
 
 
 def nested(**entries: Any) -> Callable[[Path], Any]:

@@ -1,6 +1,8 @@
 """Hidden states that a pass hands over: the model's own, of every layer, at every token, however the pass is made."""
 
+import itertools
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from typing import Any
 
 import numpy as np
@@ -58,23 +60,19 @@ def test_states_of_the_models_own_code(name):
 
 
 @pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "granite", "olmo2"])
-def test_states_of_the_program(name):
+@pytest.mark.parametrize(("name", "away"), [
+    ("llama", False), ("gemma3_text", False), ("granite", False), ("olmo2", False), ("llama", True)])  # fmt: skip
+def test_states_of_the_program(name, away):
+    """Of rows on the device, or off it."""
     scorer = fastest_scorer(Scorer(kept(name, torch.float32)))
     assert isinstance(scorer, CompiledScorer)
-    check(scorer, [FullCache(), FullCache()], 1e-5)
-
-
-@pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")
-def test_states_of_an_offloaded_text():
-    scorer = fastest_scorer(Scorer(kept("llama", torch.float32)))
-    room = min_device_bytes(scorer.kv, 4096)
-    tiers = [Tiers(room, scorer.device, scorer.kv, torch.float32) for _ in range(2)]
-    caches = [each.cache(4096) for each in tiers]
-    assert all(cache.offloaded for cache in caches)
-    check(scorer, caches, 1e-5)
-    for each in tiers:
-        each.close()
+    with ExitStack() as stack:
+        caches = [FullCache(), FullCache()]
+        if away:
+            given = min_device_bytes(scorer.kv, 4096), scorer.device, scorer.kv, torch.float32
+            caches = [stack.enter_context(closing(Tiers(*given))).cache(4096) for _ in range(2)]
+            assert all(cache.offloaded for cache in caches)
+        check(scorer, caches, 1e-5)
 
 
 class Recorder(Source):
@@ -109,10 +107,7 @@ def test_an_engine_hands_a_drafter_the_states_of_every_token_of_a_text_once():
     assert [request.tokens.tolist() for request in found.requests] == expected
     assert any(sum(request.stats.accepted) for request in found.requests)
     for text, prompt in zip(expected, PROMPTS, strict=True):
-        parts, place = drafter.read_states[len(prompt)], 0
-        for start, states in parts:
-            assert start == place
-            place += len(states)
-        assert place >= len(text) - 1
-        exact = own(model, text, layers)
-        assert torch.allclose(torch.cat([states for _, states in parts])[: len(text) - 1], exact[:-1], atol=1e-9)
+        starts, parts = zip(*drafter.read_states[len(prompt)], strict=True)
+        assert starts == tuple(itertools.accumulate(map(len, parts[:-1]), initial=0))
+        found = torch.cat(parts)[: len(text) - 1]
+        assert torch.allclose(found, own(model, text, layers)[:-1], atol=1e-9)

@@ -5,7 +5,7 @@ import random
 from typing import Any
 
 import pytest
-from support.bundled import bundled
+from support.bundled import allows, bundled
 from support.chat_models import TOOLS
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
@@ -30,10 +30,22 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return bundled()[1]
 
 
+def form_of(calls: Any = HERMES, thinking: Any = None) -> MessageFormat:
+    return MessageFormat(calls, thinking, None, {}, {})
+
+
+def own_form(**calls: Any) -> MessageFormat:
+    """A tokenizer's own response template, with calls between ``<c>`` and ``</c>``."""
+    calls = {"open": "<c>", "close": "</c>", "repeats": True, "content": "json"} | calls
+    fields = {"content": {"content_args": {"strip": False}}, "tool_calls": calls}
+    return MessageFormat(None, None, {"start_anchor": "\0", "fields": fields}, {}, {})
+
+
 def parsed(
     tokenizer: PreTrainedTokenizerBase, form: MessageFormat, text: str, step: int, prompt: str = "", tools: Any = TOOLS,
     parallel: bool = True, cut: bool = False,
 ) -> tuple[str, str, Calls]:  # fmt: skip
+    """Content, reasoning and calls of a text that comes ``step`` characters at a time."""
     template = form.response_template(bool(tools))
     assert template is not None
     parser = MessageParser(tokenizer, form, template, prompt, tools, parallel)
@@ -64,6 +76,8 @@ HERMES_CALLS = (
 )
 MESSAGES: dict[str, Any] = {  # calls, text, its content, its calls; and where there is: thinking, reasoning, prompt
     "hermes": (HERMES, f"Sure.\n{HERMES_CALLS}", "Sure.", [ROME, ADD]),
+    "hermes, a text behind the calls": (HERMES, f"Sure.\n{HERMES_CALLS}\nNow I wait for  both.\n",
+        "Sure.\nNow I wait for  both.", [ROME, ADD]),
     "reasoning, then calls": (HERMES, f"<think>\nHm.\n</think>\n\n{HERMES_CALLS}", "", [ROME, ADD], THINK, "Hm.\n"),
     "reasoning that the prompt began": (HERMES, "Hm.\n</think>\n\nYes <b>\n",
         "Yes <b>\n", [], THINK, "Hm.\n", "\n<think>\n"),
@@ -162,38 +176,29 @@ MESSAGES: dict[str, Any] = {  # calls, text, its content, its calls; and where t
 @pytest.mark.parametrize("name", MESSAGES)
 def test_a_message_is_taken_apart(tokenizer, name, step):
     form, text, content, calls, *more = MESSAGES[name]
-    thinking, reasoning, prompt = [*more, None, "", ""][:3] if not more else [*more, ""][:3]
-    found = parsed(tokenizer, MessageFormat(form, thinking, None, {}, {}), text, step, prompt)
-    assert found == (content, reasoning, calls)
+    thinking, reasoning, prompt = (*more, *(None, "", "")[len(more) :])
+    assert parsed(tokenizer, form_of(form, thinking), text, step, prompt) == (content, reasoning, calls)
 
 
 CUT = {
-    "in the name": (HERMES, 'Sure.\n<tool_call>\n{"name": "get_w', ("Sure.", [])),
-    "before the arguments": (HERMES, '<tool_call>\n{"name": "get_weather", "argu', ("", [])),
-    "in the arguments": (HERMES, '<tool_call>\n{"name": "add", "arguments": {"a": 1', ("", [("add", '{"a": 1')])),
-    "a bare one": (HERMES, '{"name": "add", "arguments": {"a": 1', ("", [])),
-    "an object of no tool": (HERMES, '{"name": "Bob", "argu', ('{"name": "Bob", "argu', [])),
-    "between tags": (CODER, "ok\n<tool_call>\n<function=add>\n<param", ("ok", [])),
-    "in python": (LFM2, "<|tool_call_start|>[add(a=", ("", [])),
-    "in braces": (GEMMA, "<|tool_call>call:add{a:", ("", [])),
-    "a name and a part of the arguments": (MISTRAL, '[TOOL_CALLS]add[ARGS]{"a"', ("", [("add", '{"a"')])),
+    "in the name": (form_of(), 'Sure.\n<tool_call>\n{"name": "get_w', ("Sure.", [])),
+    "before the arguments": (form_of(), '<tool_call>\n{"name": "get_weather", "argu', ("", [])),
+    "in the arguments": (form_of(), '<tool_call>\n{"name": "add", "arguments": {"a": 1', ("", [("add", '{"a": 1')])),
+    "a bare one": (form_of(), '{"name": "add", "arguments": {"a": 1', ("", [])),
+    "an object of no tool": (form_of(), '{"name": "Bob", "argu', ('{"name": "Bob", "argu', [])),
+    "between tags": (form_of(CODER), "ok\n<tool_call>\n<function=add>\n<param", ("ok", [])),
+    "in python": (form_of(LFM2), "<|tool_call_start|>[add(a=", ("", [])),
+    "in braces": (form_of(GEMMA), "<|tool_call>call:add{a:", ("", [])),
+    "a name and a part of the arguments": (form_of(MISTRAL), '[TOOL_CALLS]add[ARGS]{"a"', ("", [("add", '{"a"')])),
+    "of an own template": (own_form(), 'Hi <c>{"name": "add", "argu', ("Hi", [])),
 }
 
 
 @pytest.mark.parametrize("step", [1, 5, 1000])
 @pytest.mark.parametrize("name", CUT)
 def test_a_call_that_is_cut_leaves_no_marks_in_the_content(tokenizer, name, step):
-    calls, text, (content, wanted) = CUT[name]
-    found = parsed(tokenizer, MessageFormat(calls, None, None, {}, {}), text, step, cut=True)
-    assert found == (content, "", wanted)
-
-
-@pytest.mark.parametrize("step", [1, 5, 1000])
-def test_a_call_that_is_cut_leaves_nothing_of_an_own_template(tokenizer, step):
-    calls = {"open": "<c>", "close": "</c>", "repeats": True, "content": "json"}
-    own = {"start_anchor": "\0", "fields": {"content": {"content_args": {"strip": False}}, "tool_calls": calls}}
-    form = MessageFormat(None, None, own, {}, {})
-    assert parsed(tokenizer, form, 'Hi <c>{"name": "add", "argu', step, cut=True) == ("Hi", "", [])
+    form, text, (content, calls) = CUT[name]
+    assert parsed(tokenizer, form, text, step, cut=True) == (content, "", calls)
 
 
 TYPES: Any = {
@@ -210,14 +215,8 @@ def test_values_between_tags_have_the_types_of_the_schema():
         body = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in given.items())
         return read_tags(body, TYPES["properties"], TYPES["required"])
 
-    assert read(when="2026-11-29", count="3", kind="2", words="['a', None]", note="None", flag="False") == {
-        "when": "2026-11-29",
-        "count": 3,
-        "kind": 2,
-        "words": ["a", None],
-        "note": "None",
-        "flag": False,
-    }
+    found = read(when="2026-11-29", count="3", kind="2", words="['a', None]", note="None", flag="False")
+    assert found == dict(when="2026-11-29", count=3, kind=2, words=["a", None], note="None", flag=False)  # noqa: C408
     assert read(when="None", count="None", kind="x", words="null", flag="") == {"when": None, "kind": "x"}
     assert read(count="3.0", words="no list") == {"count": 3, "words": "no list"}
 
@@ -229,34 +228,25 @@ def test_what_is_no_call_in_python_is_none(text):
 
 
 @pytest.mark.parametrize(
-    "text", ["f", "call:f{a", "call:f{a:}", "call:f{a:1} x", 'call:f{a:<|"|>x}', "call:f{" + "a:{" * 5000]
+    "text", ["call:f{a", "call:f{a:}", "call:f{a:1} x", 'call:f{a:<|"|>x}', "call:f{" + "a:{" * 5000]
 )
 def test_what_is_no_call_in_braces_is_none(text):
-    if text == "f":
-        assert read_braces(text) == [("f", {})]
-        return
+    assert read_braces("f") == [("f", {})]
     with pytest.raises((ValueError, RecursionError)):
         read_braces(text)
 
 
-def test_a_tool_without_properties_is_called_without_arguments(tokenizer):
-    pytest.importorskip("llguidance")
-    form = MessageFormat(HERMES, None, None, {}, {})
-    for parameters in (None, {}, {"type": "object"}, {"type": "object", "properties": {}}):
-        tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-        grammar = Grammars(tokenizer, len(tokenizer), []).of(form.grammar(None, tools, False, "closed"))
-        for arguments, allowed in (("{}", True), ('{"a": 1}', False)):
-            text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-            matcher = grammar.matcher.deep_copy()
-            assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == allowed
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}, {"type": "object", "properties": {}}], ids=str)
+def test_a_tool_without_properties_is_called_without_arguments(tokenizer, parameters):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    grammar = form_of().grammar(None, tools, False, "closed")
+    for arguments, allowed in (("{}", True), ('{"a": 1}', False)):
+        text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+        assert allows(tokenizer, grammar, text) == allowed
 
 
 def test_arguments_come_while_they_are_written(tokenizer):
-    form = MessageFormat(HERMES, None, None, {}, {})
-    template = form.response_template(True)
-    assert template is not None
-    parser = MessageParser(tokenizer, form, template, "", TOOLS)
+    parser = MessageParser(tokenizer, form_of(), form_of().response_template(True), "", TOOLS)
     assert not parser.feed('<tool_call>{"name": "add", "argum').calls
     name, first = parser.feed('ents": {"a": ').calls
     assert (name.name, first.arguments, first.index) == ("add", '{"a": ', 0)
@@ -264,8 +254,7 @@ def test_arguments_come_while_they_are_written(tokenizer):
 
 
 def test_without_parallel_calls_only_the_first_is_passed_on(tokenizer):
-    form = MessageFormat(HERMES, None, None, {}, {})
-    assert parsed(tokenizer, form, HERMES_CALLS, 5, parallel=False) == ("", "", [ROME])
+    assert parsed(tokenizer, form_of(), HERMES_CALLS, 5, parallel=False) == ("", "", [ROME])
 
 
 def test_a_tokenizers_own_response_template_is_used(tokenizer):
@@ -282,19 +271,9 @@ def test_a_tokenizers_own_response_template_is_used(tokenizer):
     assert broken[0].startswith("Hi") and broken[2] == []
 
 
-@pytest.mark.parametrize("step", [1, 3, 7, 1000])
-def test_content_behind_a_call_keeps_its_spaces(tokenizer, step):
-    form = MessageFormat(HERMES, None, None, {}, {})
-    found = parsed(tokenizer, form, f"Sure.\n{HERMES_CALLS}\nNow I wait for  both.\n", step)
-    assert found == ("Sure.\nNow I wait for  both.", "", [ROME, ADD])
-
-
 @pytest.mark.parametrize("step", [1, 3, 1000])
 def test_what_is_no_call_stays_in_the_content_of_an_own_template(tokenizer, step):
-    function = {"type": "function", "function": "{content}"}
-    calls = {"open": "<c>", "close": "</c>", "repeats": True, "content": "json", "transform": function}
-    own = {"start_anchor": "\0", "fields": {"content": {"content_args": {"strip": False}}, "tool_calls": calls}}
-    form = MessageFormat(None, None, own, {}, {})
+    form = own_form(transform={"type": "function", "function": "{content}"})
     one = '{"name": "get_weather", "arguments": {"city": "Rome", "days": 3}}'
     other = '{"name": "add", "arguments": {"a": 1}}'
     assert parsed(tokenizer, form, f"<c>{one}</c><c>{other}</c>", step) == ("", "", [ROME, ADD])
@@ -316,8 +295,7 @@ TAGGED: Any = {
 
 @pytest.mark.parametrize("missing", [False, True])
 def test_values_between_tags_have_no_quotes_where_a_schema_allows_texts(tokenizer, missing):
-    pytest.importorskip("llguidance")
-    form = MessageFormat(CODER, None, None, {}, {})
+    form = form_of(CODER)
     tools = [{"type": "function", "function": {"name": "f", "parameters": TAGGED}}]
     values = {"city": "Rome", "note": "so", "unit": "F", "kind": "short", "days": 3, "place": {"a": 1}, "other": "C"}
     if missing:
@@ -327,20 +305,15 @@ def test_values_between_tags_have_no_quotes_where_a_schema_allows_texts(tokenize
         for key, value in values.items()
     )
     text = f"<tool_call>\n<function=f>\n{written}</function>\n</tool_call>"
-    grammar = Grammars(tokenizer, len(tokenizer), []).of(form.grammar(None, tools, True, "closed"))
+    grammar = form.grammar(None, tools, True, "closed")
     for said, allowed in ((text, True), (text.replace("\nF\n", '\n"F"\n'), False), (text.replace("short", "x"), False)):
-        ids = tokenizer(said, add_special_tokens=False)["input_ids"]
-        matcher = grammar.matcher.deep_copy()
-        assert (matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()) == allowed
+        assert allows(tokenizer, grammar, said) == allowed
     assert parsed(tokenizer, form, text, 5, tools=tools)[2] == [("f", values)]
 
 
 @pytest.mark.parametrize("step", [1, 3, 7, 40])
 def test_no_text_is_lost_where_the_parser_fails_at_a_call(tokenizer, step):
-    call = {"open": "<call>", "close": "</call>", "repeats": True, "content": "json"}
-    own = {"start_anchor": "\0", "fields": {"content": {"content_args": {"strip": False}}, "tool_calls": call}}
-    form = MessageFormat(None, None, own, {}, {})
-    bad = '<call>{"name": "add", "argu</call> and more text'
+    form, bad = own_form(open="<call>", close="</call>"), '<call>{"name": "add", "argu</call> and more text'
     assert parsed(tokenizer, form, f"Well, {bad}", step) == (f"Well, {bad}", "", [])
     good = '<call>{"name": "add", "arguments": {"a": 1}}</call>'
     assert parsed(tokenizer, form, f"Well, {good} {bad}", step) == (f"Well,\n{bad}", "", [ADD])
@@ -365,76 +338,60 @@ def test_families_are_known_by_their_templates(tokenizer):
     assert (of(harmony).calls, of(harmony).thinking) == (GPT_OSS, HARMONY)
 
 
-WRITTEN = {
-    "free": ("free", "<think>so</think>\n\n{calls}"),
-    "open": ("open", "so</think>{calls}"),
-    "closed": ("closed", "{calls}"),
-}
+WRITTEN = {  # reasoning before calls, and what of it the prompt has
+    "free": ("<think>so</think>\n\n", ""), "open": ("so</think>", "<think>"), "closed": ("", "</think>"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("thinking", WRITTEN)
 @pytest.mark.parametrize("calls", CALL_FORMATS, ids=lambda each: each.before[:24])
 def test_a_grammar_allows_the_calls_that_are_read(tokenizer, calls, thinking):
-    pytest.importorskip("llguidance")
-    form = MessageFormat(calls, THINK, None, {}, {})
-    wanted, text = WRITTEN[thinking]
-    response_format = form.grammar(None, TOOLS, True, wanted)
-    grammar = Grammars(tokenizer, len(tokenizer), []).of(response_format)
+    form, (begin, prompt) = form_of(calls, THINK), WRITTEN[thinking]
+    grammar = form.grammar(None, TOOLS, True, thinking)
     for count in (1, 2):
-        text_of_calls = text.replace("{calls}", calls.begin + calls.between.join(_written(calls)[:count]) + calls.end)
-        ids = tokenizer(text_of_calls, add_special_tokens=False)["input_ids"]
-        matcher = grammar.matcher.deep_copy()
-        assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting(), text_of_calls
-        prompt = "<think>" if wanted == "open" else "</think>" if wanted == "closed" else ""
-        assert parsed(tokenizer, form, text_of_calls, 3, prompt)[2] == [ROME, ADD][:count]
-    matcher = grammar.matcher.deep_copy()
-    ids = tokenizer(text.replace("{calls}", "Hello"), add_special_tokens=False)["input_ids"]
-    assert matcher.try_consume_tokens(ids) < len(ids) or not matcher.is_accepting()
+        text = begin + calls.begin + calls.between.join(_written(calls)[:count]) + calls.end
+        assert allows(tokenizer, grammar, text), text
+        assert parsed(tokenizer, form, text, 3, prompt)[2] == [ROME, ADD][:count]
+    assert not allows(tokenizer, grammar, begin + "Hello")
 
 
 def _written(calls: Any) -> list[str]:
-    text_of_calls = []
-    for name, arguments in (ROME, ADD):
-        text = json.dumps(arguments)
+    """Both calls as a family writes them."""
+
+    def body(arguments: dict[str, Any]) -> str:
         if calls.body == "tags":
-            text = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
-        elif calls.body == "python":
-            text = ", ".join(f"{key}={json.dumps(value)}" for key, value in arguments.items())
-        elif calls.body == "braces":
-            mark = calls.separator
-            texts = [
-                f"{mark}{each}{mark}" if isinstance(each, str) else json.dumps(each) for each in arguments.values()
-            ]
-            text = ",".join(f"{key}:{value}" for key, value in zip(arguments, texts, strict=True))
-        text_of_calls.append(calls.before.replace("{name}", name) + text + calls.after)
-    return text_of_calls
+            return "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+        if calls.body == "python":
+            return ", ".join(f"{key}={json.dumps(value)}" for key, value in arguments.items())
+        if calls.body == "braces":
+            return ",".join(
+                f"{key}:{json.dumps(value).replace(chr(34), calls.separator)}" for key, value in arguments.items()
+            )
+        return json.dumps(arguments)
+
+    return [calls.before.replace("{name}", name) + body(arguments) + calls.after for name, arguments in (ROME, ADD)]
 
 
-def test_an_answer_by_a_schema_comes_after_the_reasoning(tokenizer):
-    pytest.importorskip("llguidance")
-    form = MessageFormat(HERMES, THINK, None, {}, {})
-    grammars = Grammars(tokenizer, len(tokenizer), [])
-    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
-    answers: Any = {"{}": {"type": "json_object"}, "7": schema, "a/b": {"type": "regex", "regex": "a/b|c"}}
-    answers["xy"] = {"type": "grammar", "grammar": '// a/b, from "here\nstart: "x" other // a / start\nother: /y/'}
-    for answer, response_format in answers.items():
-        for thinking, text in (
-            ("free", f"<think>\n7\n</think>\n\n{answer}"),
-            ("free", answer),
-            ("open", f"7</think>{answer}"),
-        ):
-            grammar = grammars.of(form.grammar(response_format, [], True, thinking))
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-            matcher = grammar.matcher.deep_copy()
-            assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting(), text
-        assert form.grammar(response_format, [], True, "closed") == response_format
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
+GRAMMAR = '// a/b, from "here\nstart: "x" other // a / start\nother: /y/'
+ANSWERS: list[tuple[str, Any]] = [
+    ("{}", {"type": "json_object"}), ("7", SCHEMA), ("a/b", {"type": "regex", "regex": "a/b|c"}),
+    ("xy", {"type": "grammar", "grammar": GRAMMAR}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("answer", "response_format"), ANSWERS)
+def test_an_answer_by_a_schema_comes_after_the_reasoning(tokenizer, answer, response_format):
+    form = form_of(HERMES, THINK)
+    for thinking, begin in (("free", "<think>\n7\n</think>\n\n"), ("free", ""), ("open", "7</think>")):
+        assert allows(tokenizer, form.grammar(response_format, [], True, thinking), begin + answer)
+    assert form.grammar(response_format, [], True, "closed") == response_format
 
 
 def test_a_schema_keeps_what_it_forbids_alone(tokenizer):
     properties = {"title": {"type": "string", "description": "x" * 500}, "n": {"enum": ["description"], "default": 1}}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"title": "F", "properties": properties}}}
-    response_format = MessageFormat(HERMES, None, None, {}, {}).grammar(None, [tool], True, "closed")
-    text = response_format["grammar"]
+    text = form_of().grammar(None, [tool], True, "closed")["grammar"]
     assert "xxx" not in text and '"title": {"type": "string"}' in text and '"enum": ["description"]}' in text
 
 
@@ -443,12 +400,8 @@ def test_a_template_without_developers_gets_a_system():
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}{% endfor %}"
     roles = ("system", "developer", "user", "developer", "developer")
     messages = [{"role": role, "content": str(place)} for place, role in enumerate(roles)]
-    turns = with_known_roles(messages, tokenizer)
-    assert [(turn["role"], turn["content"]) for turn in turns] == [
-        ("system", "0\n\n1"),
-        ("user", "2"),
-        ("system", "3\n\n4"),
-    ]
+    turns = [(turn["role"], turn["content"]) for turn in with_known_roles(messages, tokenizer)]
+    assert turns == [("system", "0\n\n1"), ("user", "2"), ("system", "3\n\n4")]
     tokenizer.chat_template += "{# developer #}"
     assert with_known_roles(messages, tokenizer) == messages
 
@@ -465,11 +418,10 @@ def test_marks_that_are_tokens_are_written_by_their_numbers(special):
     assert form.calls is HERMES and form.thinking is THINK and set(marks) <= set(form.added)
     assert form.kept_tokens(True) == (frozenset(tokenizer.convert_tokens_to_ids(marks)) if special else frozenset())
     for thinking, begin in (("free", "<think>so</think>"), ("open", "so</think>"), ("closed", "")):
-        grammar = Grammars(tokenizer, len(tokenizer), []).of(form.grammar(None, TOOLS, True, thinking))
-        ids = tokenizer(begin + HERMES_CALLS, add_special_tokens=False)["input_ids"]
-        matcher = grammar.matcher.deep_copy()
-        assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-        first, *_ = tokenizer.convert_ids_to_tokens(grammar.matcher.deep_copy().compute_ff_tokens()) or ["free"]
+        response_format = form.grammar(None, TOOLS, True, thinking)
+        assert allows(tokenizer, response_format, begin + HERMES_CALLS)
+        matcher = Grammars(tokenizer, len(tokenizer), []).of(response_format).matcher.deep_copy()
+        first, *_ = tokenizer.convert_ids_to_tokens(matcher.compute_ff_tokens()) or ["free"]
         assert first == ("<tool_call>" if thinking == "closed" else "free")
 
 

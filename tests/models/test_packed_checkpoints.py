@@ -20,42 +20,37 @@ AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)
 def packed(integers: np.ndarray, bits: int, places: tuple[int, ...] | None = None) -> torch.Tensor:
     """Pack along the last axis, integer by integer, in Python's own numbers."""
     count = 32 // bits
-    rows = []
-    for row in integers.tolist():
-        words = []
-        for first in range(0, len(row), count):
-            word = sum(row[first + (places or range(count))[place]] << bits * place for place in range(count))
-            words.append(word - (1 << 32) if word >> 31 else word)
-        rows.append(words)
+
+    def word(integers: list[int]) -> int:
+        found = sum(integers[i] << bits * place for place, i in enumerate(places or range(count)))
+        return found - (1 << 32) if found >> 31 else found
+
+    rows = [[word(row[i : i + count]) for i in range(0, len(row), count)] for row in integers.tolist()]
     return torch.tensor(rows, dtype=torch.int32)
 
 
 def one(rows: int, columns: int, group: int, bits: int, form: str, rng, act_order: bool = False):
     """A matrix ``[rows, columns]`` of a checkpoint in float64, and its tensors."""
-    groups = -(-columns // group)
-    q = rng.integers(0, 1 << bits, (rows, columns))
+    groups, q = -(-columns // group), rng.integers(0, 1 << bits, (rows, columns))
     zeros = rng.integers(form == "gptq", 1 << bits, (rows, groups))
     scales = (rng.uniform(0.01, 0.05, (rows, groups)) * 8 / (1 << bits)).astype(np.float16)
     owner = np.arange(columns) // group
     if act_order:
         owner = rng.permutation(owner)
     weight = (q - zeros[:, owner]) * scales.astype(np.float64)[:, owner]
-    tensors = {"scales": torch.from_numpy(scales.T.copy())}
     if form == "awq":
-        tensors["qweight"] = packed(q.T, bits, AWQ_PLACES)
-        tensors["qzeros"] = packed(zeros.T, bits, AWQ_PLACES)
+        tensors = {"qweight": packed(q.T, bits, AWQ_PLACES), "qzeros": packed(zeros.T, bits, AWQ_PLACES)}
     else:
-        tensors["qweight"] = packed(q, bits).t().contiguous()
-        tensors["qzeros"] = packed(zeros.T - (form == "gptq"), bits)
+        tensors = {"qweight": packed(q, bits).t().contiguous(), "qzeros": packed(zeros.T - (form == "gptq"), bits)}
         tensors["g_idx"] = torch.from_numpy(owner.astype(np.int32))
-    return weight, tensors
+    return weight, tensors | {"scales": torch.from_numpy(scales.T.copy())}
 
 
-def state(folder: Path, form: str, bits: int, group: int, **more: object) -> None:
-    method = {"quant_method": "awq", "version": "gemm", "zero_point": True}
-    if form != "awq":
-        method = {"quant_method": "gptq", "checkpoint_format": form, "sym": False}
-    change(folder, quantization_config=method | {"bits": bits, "group_size": group} | more)
+def state(folder: Path, form: str, **more: object) -> None:
+    method = {"quant_method": "gptq", "checkpoint_format": form, "sym": False, "bits": 4, "group_size": 32}
+    if form == "awq":
+        method = {"quant_method": "awq", "version": "gemm", "zero_point": True, "bits": 4, "group_size": 32}
+    change(folder, quantization_config=method | more)
 
 
 def write(folder: Path, model: LlamaForCausalLM, form: str, bits: int, group: int, act_order: bool = False):
@@ -71,7 +66,7 @@ def write(folder: Path, model: LlamaForCausalLM, form: str, bits: int, group: in
             tensors |= {f"{owner}.{part}": tensor for part, tensor in parts.items()}
 
     weights(folder, pack)
-    state(folder, form, bits, group)
+    state(folder, form, bits=bits, group_size=group)
     return expected
 
 
@@ -111,8 +106,8 @@ def test_the_model_is_like_any_other(tmp_path):
     with torch.no_grad():
         assert torch.equal(model(ids).logits, plain(ids).logits)
     prompt = [3, 4, 5, 3, 4, 5, 3, 4]
-    texts = [Engine(model, name, tokenizer=tokenizer).generate(prompt, max_new_tokens=20) for name in ("none", "trie")]
-    assert texts[0].generated == texts[1].generated
+    none, trie = (Engine(model, name, tokenizer=tokenizer) for name in ("none", "trie"))
+    assert trie.generate(prompt, max_new_tokens=20).generated == none.generate(prompt, max_new_tokens=20).generated
 
 
 def test_experts_are_dequantised_too(tmp_path):
@@ -120,10 +115,8 @@ def test_experts_are_dequantised_too(tmp_path):
     config = copy.deepcopy(model.config)
     config.vocab_size, config.eos_token_id = len(small_tokenizer()), 7
     expected = write(tmp_path, type(model)(config), "awq", 4, 16)
-    loaded, _ = load(str(tmp_path), "float32")
-    experts = loaded.model.layers[0].mlp.experts
-    parts = (("w1", "gate_up_proj", slice(None, config.intermediate_size)), ("w2", "down_proj", slice(None)))
-    for part, name, rows in parts:
+    experts, inner = load(str(tmp_path), "float32")[0].model.layers[0].mlp.experts, config.intermediate_size
+    for part, name, rows in (("w1", "gate_up_proj", slice(None, inner)), ("w2", "down_proj", slice(None))):
         (weight,) = (each for key, each in expected.items() if f"layers.0.block_sparse_moe.experts.1.{part}" in key)
         assert np.array_equal(getattr(experts, name)[1, rows].detach().double().numpy(), weight)
 
@@ -136,16 +129,19 @@ def test_it_can_be_quantised_again(tmp_path, monkeypatch):
     assert Engine(model, "none").generate([3, 4, 5], max_new_tokens=3).generated
 
 
+UP = "model.layers.1.mlp.up_proj."
+
+
 def without(part):
-    return lambda tensors: tensors.pop(f"model.layers.1.mlp.up_proj.{part}")
+    return lambda tensors: tensors.pop(UP + part)
 
 
 def changed(part, change):
-    def edit(tensors):
-        name = f"model.layers.1.mlp.up_proj.{part}"
-        tensors[name] = change(tensors[name]).contiguous()
+    return lambda tensors: tensors.update({UP + part: change(tensors[UP + part]).contiguous()})
 
-    return edit
+
+def with_bias(bias):
+    return lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.bias": bias})
 
 
 @pytest.mark.parametrize(("edit", "said"), [
@@ -158,7 +154,7 @@ def changed(part, change):
     (changed("g_idx", lambda t: t[1:]), r"up_proj.g_idx has the shape \[63\], and the .* for \[64\]"),
     (changed("qweight", lambda t: t.long()), r"up_proj.qweight has the type I64; it must be I32"),
     (changed("qzeros", lambda t: t | 15), r"up_proj.qzeros has zero points that .* as 0 and others as 16"),
-    (lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.bias": torch.ones(96)}), r"no place for .*.bias"),
+    (with_bias(torch.ones(96)), r"no place for .*.bias"),
 ])  # fmt: skip
 def test_what_is_missing_or_does_not_fit_is_named(edit, said, tmp_path):
     write(tmp_path, small(), "gptq", 4, 32)
@@ -169,7 +165,7 @@ def test_what_is_missing_or_does_not_fit_is_named(edit, said, tmp_path):
 
 def test_biases_of_zeros_that_the_model_lacks_are_left_out(tmp_path):
     write(tmp_path, small(), "gptq", 4, 32)
-    weights(tmp_path, lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.bias": torch.zeros(96)}))
+    weights(tmp_path, with_bias(torch.zeros(96)))
     assert load(str(tmp_path), "float32")[0].model.layers[0].mlp.up_proj.bias is None
 
 
@@ -178,7 +174,7 @@ def test_groups_are_of_consecutive_inputs_where_none_are_named(tmp_path):
     weights(tmp_path, lambda tensors: [tensors.pop(name) for name in [*tensors] if name.endswith("g_idx")])
     model, _ = load(str(tmp_path), "float32")
     assert all(np.array_equal(numbers(model, name), each) for name, each in expected.items())
-    state(tmp_path, "gptq", 4, 48)
+    state(tmp_path, "gptq", group_size=48)
     with pytest.raises(ValueError, match=r"down_proj.scales has 3 groups, and 96 inputs in groups of 48"):
         load(str(tmp_path), "float32")
 
@@ -193,8 +189,6 @@ def test_groups_are_of_consecutive_inputs_where_none_are_named(tmp_path):
 ])  # fmt: skip
 def test_other_variants_are_refused_by_name(form, more, said, tmp_path):
     write(tmp_path, small(), form, 4, 32)
-    state(
-        tmp_path, form, **{"bits": 4, "group": 32} | {"group" if k == "group_size" else k: v for k, v in more.items()}
-    )
+    state(tmp_path, form, **more)
     with pytest.raises(ValueError, match=said):
         load(str(tmp_path), "float32")

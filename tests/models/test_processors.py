@@ -1,5 +1,6 @@
 """Logits processors that remember their calls see each row's text once, in order; criteria of a user come first."""
 
+import itertools
 import threading
 from typing import Any
 
@@ -46,43 +47,39 @@ def processors(*each: Any) -> LogitsProcessorList:
     return LogitsProcessorList(each)
 
 
-def drafter_of(name: str, prompt: list[int], text: list[int]) -> Any:
-    return OracleDrafter([[*prompt, *text]]) if name == "oracle" else name
+def drafter_of(name: str, text: list[int]) -> Any:
+    return OracleDrafter([[*PROMPT, *text]]) if name == "oracle" else name
 
 
-def engine_of(name: str, prompt: list[int], text: list[int]) -> forerun.Engine:
-    return forerun.Engine(MODEL, drafter_of(name, prompt, text), settings=SETTINGS, prefill_block=4)
+def engine_of(name: str, text: list[int] | None = None, **options: Any) -> forerun.Engine:
+    """An engine whose oracle knows what comes after the prompt."""
+    return forerun.Engine(MODEL, drafter_of(name, text or []), settings=SETTINGS, prefill_block=4, **options)
 
 
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_a_processor_with_a_memory_is_called_once_a_token_in_order(drafter):
-    expected = by_transformers(MODEL, PROMPT, do_sample=False, logits_processor=processors(Counting()), **LENGTH)
-    counting, engine = Counting(), engine_of(drafter, PROMPT, expected)
-    result = engine.generate(PROMPT, do_sample=False, logits_processor=processors(counting), **LENGTH)
-    assert result.generated == [expected]
-    text = [*PROMPT, *expected]
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize(("drafter", "how"), [
+    *((drafter, "greedy") for drafter in DRAFTERS),
+    *itertools.product(DRAFTERS[:-1], ("coupled", "rejection")),
+])  # fmt: skip
+def test_a_processor_with_a_memory_is_called_once_a_token_in_order(drafter, how):
+    """And tokens are those of plain generation, but for rejection sampling."""
+    sampled = {"do_sample": True, "seed": 3, "temperature": 0.9, "verification": how}
+    options, expected = LENGTH | ({"do_sample": False} if how == "greedy" else sampled), None
+    if how == "greedy":
+        expected = by_transformers(MODEL, PROMPT, logits_processor=processors(Counting()), **options)
+    elif how == "coupled":
+        [expected] = engine_of("none").generate(PROMPT, logits_processor=processors(Counting()), **options).generated
+    counting = Counting()
+    result = engine_of(drafter, expected).generate(PROMPT, logits_processor=processors(counting), **options)
+    text = [*PROMPT, *result.generated[0]]
     assert counting.calls == [text[:end] for end in range(len(PROMPT), len(text))]
-
-
-@pytest.mark.one_in(5)
-@pytest.mark.parametrize("verification", ["coupled", "rejection"])
-@pytest.mark.parametrize("drafter", DRAFTERS[:-1])
-def test_so_it_is_where_tokens_are_sampled(drafter, verification):
-    counting, engine = Counting(), engine_of(drafter, PROMPT, [])
-    options = {"do_sample": True, "seed": 3, "temperature": 0.9, "verification": verification, **LENGTH}
-    result = engine.generate(PROMPT, logits_processor=processors(counting), **options)
-    text = result.requests[0].tokens.tolist()
-    assert counting.calls == [text[:end] for end in range(len(PROMPT), len(text))]
-    if verification == "coupled":
-        plain = forerun.Engine(MODEL, "none").generate(PROMPT, logits_processor=processors(Counting()), **options)
-        assert result.generated == plain.generated
+    assert expected in (None, result.generated[0])
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("drafter", ["none", "lookup", "triforce"])
 def test_rows_have_copies_of_what_remembers(drafter):
-    engine = engine_of(drafter, PROMPT, [])
+    engine = engine_of(drafter)
     counting = Counting()
     options = {"do_sample": False, **LENGTH}
     result = engine.generate([*PROMPTS], logits_processor=processors(counting), **options)
@@ -121,23 +118,20 @@ def test_what_cannot_be_copied_serves_one_row_and_is_refused_for_several():
 
 
 def test_a_declared_processor_acts_on_drafts_and_another_does_not():
-    class Declared(Counting):
-        forerun_stateless = True
+    class Rolling(Counting):
+        def __init__(self, declared: bool) -> None:
+            super().__init__()
+            self.forerun_stateless = declared
 
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             self.calls += input_ids.tolist()
             return scores.roll(1, 1)
 
-    class Silent(Declared):
-        forerun_stateless = False
-
-    counts = {}
-    for kind in (Declared, Silent):
-        processor = kind()
-        engine_of("retrieval", PROMPT, []).generate(PROMPT, logits_processor=processors(processor), **LENGTH)
-        counts[kind] = len(processor.calls)
-    assert counts[Silent] == LENGTH["max_new_tokens"] < counts[Declared]
-    assert stateless(Declared()) and not stateless(Silent()) and not stateless(Counting())
+    declared, silent = Rolling(True), Rolling(False)
+    for each in (declared, silent):
+        engine_of("retrieval").generate(PROMPT, logits_processor=processors(each), **LENGTH)
+    assert len(silent.calls) == LENGTH["max_new_tokens"] < len(declared.calls)
+    assert stateless(declared) and not stateless(silent) and not stateless(Counting())
 
 
 @pytest.mark.one_in(2)
@@ -148,7 +142,7 @@ def test_a_watermark_that_keeps_a_history_is_that_of_plain_generation(drafter):
 
     options = {"do_sample": True, "seed": 5, **LENGTH}
     plain = forerun.Engine(MODEL, "none").generate([*PROMPTS], logits_processor=mark(), **options)
-    marked = engine_of(drafter, PROMPT, []).generate([*PROMPTS], logits_processor=mark(), **options)
+    marked = engine_of(drafter).generate([*PROMPTS], logits_processor=mark(), **options)
     assert marked.generated == plain.generated
     for prompt, text in zip(PROMPTS, plain.generated, strict=True):
         alone = forerun.Engine(MODEL, "none").generate(prompt, logits_processor=mark(), **options)
@@ -164,7 +158,7 @@ def test_guidance_by_a_second_pass_is_transformers_own(drafter):
     options = {"do_sample": False, **LENGTH, "max_new_tokens": 12}
     expected = [by_transformers(MODEL, prompt, logits_processor=guide(), **options) for prompt in PROMPTS]
     assert expected[1] != by_transformers(MODEL, PROMPT, **options)
-    engine = engine_of(drafter, PROMPT, [])
+    engine = engine_of(drafter)
     assert engine.generate([*PROMPTS], logits_processor=guide(), **options).generated == expected
 
 
@@ -219,7 +213,7 @@ def test_criteria_of_a_user_take_the_place_of_those_from_the_options(name):
     options = {"do_sample": False, "stopping_criteria": StoppingCriteriaList(criteria), **options}
     expected = by_transformers(MODEL, PROMPT, **options)
     for drafter in ("none", "oracle"):
-        engine = forerun.Engine(MODEL, drafter_of(drafter, PROMPT, FREE_RUN))
+        engine = forerun.Engine(MODEL, drafter_of(drafter, FREE_RUN))
         assert engine.generate(PROMPT, **options).generated == [expected]
     custom = {"custom_generate": forerun.custom_generate, "forerun_drafter": "lookup"}
     assert by_transformers(MODEL, PROMPT, **options, **custom) == expected
@@ -239,18 +233,14 @@ def test_top_p_keeps_what_transformers_keeps(p, least):
 
 
 def test_every_row_gets_the_quick_top_p_and_drafts_may_use_it():
-    processor = of_row([TopPLogitsWarper(0.5)], MODEL, row=1, rows=2)
-    scores = torch.randn(1, 100)
-    assert processor is not None and stateless(Nucleus(TopPLogitsWarper(0.5)))
-    assert torch.equal(processor(torch.zeros(1, 1), scores), TopPLogitsWarper(0.5)(torch.zeros(1, 1), scores))
-
-
-def test_top_p_takes_scores_of_any_type():
-    """A processor before it may return other floats."""
+    """Scores are of any type: a processor before it may return other floats."""
     warper = TopPLogitsWarper(0.5)
-    for dtype in (torch.float64, torch.bfloat16):
+    processor, ids = of_row([warper], MODEL, row=1, rows=2), torch.zeros(1, 1)
+    assert processor is not None and stateless(Nucleus(warper))
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
         scores = torch.randn(1, 1000, generator=torch.Generator().manual_seed(2)).to(dtype)
-        assert torch.equal(Nucleus(warper)(torch.zeros(1, 1), scores), warper(torch.zeros(1, 1), scores))
+        for quick in (processor, Nucleus(warper)):
+            assert torch.equal(quick(ids, scores), warper(ids, scores))
 
 
 @pytest.mark.one_in(2)
@@ -269,15 +259,12 @@ def test_a_processor_that_fails_on_a_draft_fails_no_text(drafter):
         return scores
 
     strict.forerun_stateless = True
-    engine = forerun.Engine(MODEL, drafter, settings=SETTINGS, prefill_block=4, prune_drafts=False)
-    requests = [
-        *engine.requests([PROMPT], logits_processor=processors(strict), **options),
-        *engine.requests([PROMPTS[0]], **options),
-    ]
-    for _ in engine.run(requests):
-        pass
-    assert requests[0].generated.tolist() == expected and failed
-    assert requests[1].generated.tolist() == other
+    engine = engine_of(drafter, prune_drafts=False)
+    (first,) = engine.requests([PROMPT], logits_processor=processors(strict), **options)
+    (second,) = engine.requests([PROMPTS[0]], **options)
+    list(engine.run([first, second]))
+    assert first.generated.tolist() == expected and failed
+    assert second.generated.tolist() == other
 
 
 @pytest.mark.parametrize("ignored", [3, torch.tensor([3, 0])], ids=["all", "each"])

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel, SecretStr, TypeAdapter
-from support.bundled import bundled
+from support.bundled import allows, bundled
 
 from forerun.models.text.call_formats import HERMES
-from forerun.models.text.grammar import Grammars
 from forerun.models.text.message_formats import MessageFormat
 from forerun.models.text.schemas import SchemaError, usable_schema
 
@@ -39,28 +38,17 @@ class Everything(BaseModel):
     day: date
 
 
-@pytest.fixture(scope="module")
-def grammars() -> Grammars:
-    tokenizer = bundled()[1]
-    return Grammars(tokenizer, len(tokenizer), [])
+def follows(schema: Any, text: str) -> bool:
+    return allows(bundled()[1], {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}, text)
 
 
-def allows(grammars: Grammars, schema: Any, text: str) -> bool:
-    """Whether a text follows a schema."""
-    grammar = grammars.of({"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
-    tokenizer: Any = grammars.tokenizer
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    matcher = grammar.matcher.deep_copy()
-    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
-
-
-def test_a_model_of_pydantics_types_can_be_followed(grammars):
+def test_a_model_of_pydantics_types_can_be_followed():
     value: Json = {"counts": {"red": 1}, "data": "x", "words": ["a"], "place": "/a", "secret": "s", "price": 1.5}
     value["day"] = "2026-11-29"
-    assert allows(grammars, Everything.model_json_schema(), json.dumps(value))
+    assert follows(Everything.model_json_schema(), json.dumps(value))
     assert Everything.model_validate(value)
-    assert not allows(grammars, Everything.model_json_schema(), json.dumps({**value, "counts": {"green": 1}}))
-    assert not allows(grammars, Everything.model_json_schema(), json.dumps({**value, "day": "today"}))
+    assert not follows(Everything.model_json_schema(), json.dumps({**value, "counts": {"green": 1}}))
+    assert not follows(Everything.model_json_schema(), json.dumps({**value, "day": "today"}))
 
 
 @pytest.mark.parametrize(("schema", "right", "wrong"), [
@@ -74,8 +62,8 @@ def test_a_model_of_pydantics_types_can_be_followed(grammars):
     ({"properties": {"if": {"type": "integer"}}, "required": ["if"]}, '{"if": 1}', '{"if": "x"}'),
     ({"anyOf": [{"type": "number"}, {"type": "string", "pattern": "^(?!x)"}]}, "1", '"y"'),
 ])  # fmt: skip
-def test_what_says_the_same_can_be_followed(grammars, schema, right, wrong):
-    assert allows(grammars, schema, right) and not allows(grammars, schema, wrong)
+def test_what_says_the_same_can_be_followed(schema, right, wrong):
+    assert follows(schema, right) and not follows(schema, wrong)
 
 
 REFUSED = [
@@ -113,6 +101,6 @@ def test_a_call_that_cannot_follow_its_schema_is_refused_where_it_must_be_made_a
     assert "forerun_call_0" in beside["grammar"] and "contains" not in beside["grammar"]
 
 
-def test_a_wrong_pattern_is_refused_with_the_reason(grammars):
+def test_a_wrong_pattern_is_refused_with_the_reason():
     with pytest.raises(SchemaError, match=r"regex parse error: \w+"):
-        allows(grammars, {"type": "string", "pattern": "(((("}, '"x"')
+        follows({"type": "string", "pattern": "(((("}, '"x"')

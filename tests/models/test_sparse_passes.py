@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.all_keys import AllKeysView
 from support.compiled_models import DTYPES, MODELS, TEXT, kept
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
@@ -69,12 +69,20 @@ def difference(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(((found.double() - expected.double()).norm(dim=-1) / expected.double().norm(dim=-1)).max())
 
 
+@pytest.fixture
+def llama() -> tuple[Scorer, PreTrainedModel]:
+    model = kept("llama", torch.float32)
+    scorer = admit(model)
+    assert isinstance(scorer, CompiledScorer)
+    return scorer, model
+
+
 @pytest.mark.one_in(22)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("name", MODELS)
 @torch.inference_mode()
-def test_the_same_logits_as_by_modules(name, kind, dtype):
+def test_logits_are_those_of_the_models_own_passes(name, kind, dtype):
     """In ragged batches, with chains and trees, over texts that go on, and after drafts that were dropped. In bfloat16
     as near as modules come to float32."""
     model = kept(name, dtype)
@@ -112,15 +120,11 @@ def test_the_same_logits_as_by_modules(name, kind, dtype):
 @torch.inference_mode()
 def test_heads_of_a_group_that_fill_more_than_a_tile():
     """Seven query heads to a KV head are a tile of four and one of three."""
-    model_class, config = type(kept("qwen3", torch.float32)), kept("qwen3", torch.float32).config.to_dict()
+    config = kept("qwen3", torch.float32).config.to_dict() | {"num_attention_heads": 7, "num_key_value_heads": 1}
     torch.manual_seed(1)
-    model = model_class(
-        model_class.config_class(**config | {"num_attention_heads": 7, "num_key_value_heads": 1})
-    ).eval()
-    full = source(model, 500)
-    ours, modules = Counting(model), Scorer(model)
-    found = []
-    for scorer in (ours, modules):
+    model = Qwen3ForCausalLM(Qwen3Config(**config)).eval()
+    full, ours, found = source(model, 500), Counting(model), []
+    for scorer in (ours, Scorer(model)):
         view = LowRankCache(full, LowRankConfig(128, 16, 8))
         follow(scorer, view, 500)
         found.append(scorer.score([Block(TEXT[500:501], TREES[2], 500)], [view])[0])
@@ -128,28 +132,24 @@ def test_heads_of_a_group_that_fill_more_than_a_tile():
 
 
 @torch.inference_mode()
-def test_the_target_may_grow_its_memory_between_passes():
-    model = kept("llama", torch.float32)
-    target = admit(model)
+def test_the_target_may_grow_its_memory_between_passes(llama):
+    own, model = llama
     full = source(model, 400)
-    view, own = LowRankCache(full, LowRankConfig(128, 16, 8)), target
+    view, block = LowRankCache(full, LowRankConfig(128, 16, 8)), Block(TEXT[400:401], TREES[1], 400)
     follow(own, view, 400)
-    block = Block(TEXT[400:401], TREES[1], 400)
     before = own.score([block], [view])[0]
     place = full.read(0, 0, 1)[0].data_ptr()
-    target.score([Block(TEXT[400:700], DraftTree.empty(), 400)], [full])
+    own.score([Block(TEXT[400:700], DraftTree.empty(), 400)], [full])
     assert full.read(0, 0, 1)[0].data_ptr() != place
-    full.read(0, 0, 1)
     assert torch.equal(own.score([block], [view])[0], before)
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", ["streaming", "low-rank"])
-def test_layers_whose_buffers_differ_take_the_models_own_pass(kind):
+def test_layers_whose_buffers_differ_take_the_models_own_pass(kind, llama):
     """As a pass that failed half-way may leave them."""
-    model = kept("llama", torch.float32)
-    own, full, block = admit(model), source(model, 400), Block(TEXT[400:401], TREES[2], 400)
-    found = []
+    own, model = llama
+    full, block, found = source(model, 400), Block(TEXT[400:401], TREES[2], 400), []
     for broken in (False, True):
         cache = CACHES[kind](own, full)
         follow(own, cache, 400)
@@ -162,48 +162,39 @@ def test_layers_whose_buffers_differ_take_the_models_own_pass(kind):
 
 
 @torch.inference_mode()
-def test_an_index_that_moved_unused_is_found():
+def test_an_index_that_moved_unused_is_found(llama):
     """The text grows, the index with it, and nothing is drafted; then the text is cut back to where it was."""
-    model = kept("llama", torch.float32)
-    target, full = admit(model), FullCache(3000)  # whose memory need not move
-    target.keep_queries(0)
-    read(target, full, TEXT[:300], 300)
-    view, own, block = CACHES["low-rank"](target, full), target, Block(TEXT[300:301], TREES[2], 300)
+    own, full = llama[0], FullCache(3000)  # whose memory need not move
+    own.keep_queries(0)
+    read(own, full, TEXT[:300], 300)
+    view, block = LowRankCache(full, LowRankConfig(128, 16, 8)), Block(TEXT[300:301], TREES[2], 300)
     follow(own, view, 300)
-    assert isinstance(view, LowRankCache)
     before, place = own.score([block], [view])[0], view._indexes[0].addresses[1]
-    copies = []
-    for length in (2700, 300):
-        if length > 300:
-            read(target, full, np.resize(TEXT, length), 500)
-        else:
-            full.truncate(length)
-        view.sync()
-        copies.append(view._indexes[0]._short)
-    assert view._indexes[0].addresses[1] != place
+    read(own, full, np.resize(TEXT, 2700), 500)
+    view.sync()
+    grown = view._indexes[0]._short  # kept, or its memory could be had again
+    full.truncate(300)
+    view.sync()
+    assert view._indexes[0].addresses[1] != place and grown is not None
     assert difference(own.score([block], [view])[0], before) < 2e-5
 
 
 @torch.inference_mode()
-def test_other_caches_take_the_models_own_pass():
-    model = kept("llama", torch.float32)
-    own, modules = admit(model), Scorer(model)
-    assert isinstance(own, CompiledScorer)
+def test_other_caches_take_the_models_own_pass(llama):
+    own, model = llama
     cache, expected = (AllKeysView(source(model, 200)) for _ in range(2))
     for each in (cache, expected):
         each.sync()
     block = Block(np.array([7]), TREES[2], 200)
-    assert difference(own.score([block], [cache])[0], modules.score([block], [expected])[0]) < 2e-5
+    assert difference(own.score([block], [cache])[0], Scorer(model).score([block], [expected])[0]) < 2e-5
 
 
 @torch.inference_mode()
-def test_a_batch_of_caches_of_two_kinds_takes_the_models_own_pass():
-    model = kept("llama", torch.float32)
-    own, full = admit(model), source(model, 300)
-    view, streaming = CACHES["low-rank"](own, full), CACHES["streaming"](own, full)
-    for cache in (view, streaming):
+def test_a_batch_of_caches_of_two_kinds_takes_the_models_own_pass(llama):
+    own, model = llama
+    full, block = source(model, 300), Block(TEXT[300:301], TREES[1], 300)
+    caches = [CACHES[kind](own, full) for kind in ("low-rank", "streaming")]
+    for cache in caches:
         follow(own, cache, 300)
-    blocks = [Block(TEXT[300:301], TREES[1], 300)] * 2
-    together = own.score(blocks, [view, streaming])
-    for i, cache in enumerate((view, streaming)):
-        assert difference(together[i], own.score([blocks[0]], [cache])[0]) < 2e-5
+    for found, cache in zip(own.score([block] * 2, caches), caches, strict=True):
+        assert difference(found, own.score([block], [cache])[0]) < 2e-5

@@ -3,12 +3,15 @@
 import itertools
 import json
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 import torch
+from support.batches import finish_all
 from support.bundled import bundled
 from support.live_server import PROMPTS, TEMPLATE, LiveServer, error_of
 from support.tiny import small_caches
@@ -34,6 +37,7 @@ SCHEMA: Json = {
 }  # fmt: skip
 PROMPT = "A person as JSON: "
 SEEDS = range(4)
+CHAT: Json = {"model": "bundled", "messages": [{"role": "user", "content": "Hi"}]}
 
 
 def schema_of(schema: Json) -> Json:
@@ -54,7 +58,7 @@ def joined(parts: Iterable[list[Any] | None]) -> list[Any]:
 
 
 def check(text: str) -> None:
-    """By hand, so that no library for schemas is needed."""
+    """A text follows ``SCHEMA``."""
     said = json.loads(text)
     assert list(said) == list(SCHEMA["properties"])
     assert isinstance(said["name"], str) and len(said["name"]) <= 6
@@ -78,9 +82,8 @@ def engine(plain: Engine) -> Engine:
 
 @pytest.fixture(scope="module")
 def server(engine: Engine) -> Iterator[LiveServer]:
-    built = LiveServer(engine, SchedulerLimits(1 << 30), max_tokens=128)
-    yield built
-    built.close()
+    with LiveServer(engine, SchedulerLimits(1 << 30), max_tokens=128) as built:
+        yield built
 
 
 # --- schemas
@@ -115,15 +118,15 @@ def test_a_stream_and_choices_are_the_same_texts(server):
 
 def test_a_chat_gives_objects_schemas_and_text(plain, server):
     create = server.client().chat.completions.create
-    asked: Json = {"model": "bundled", "messages": [{"role": "user", "content": "Hi"}], "temperature": 0}
-    answer = create(**asked, max_tokens=80, response_format=FORMAT)
-    check(answer.choices[0].message.content or "")
-    free = create(**asked, max_tokens=24, response_format={"type": "text"})
-    assert free.choices[0].message.content == create(**asked, max_tokens=24).choices[0].message.content
-    told = create(**asked, max_tokens=24, response_format={"type": "json_object"}).choices[0]
+
+    def answer(max_tokens: int = 24, **asked: Any) -> str:
+        return create(**CHAT, temperature=0, max_tokens=max_tokens, **asked).choices[0].message.content or ""
+
+    check(answer(80, response_format=FORMAT))
+    free = answer(response_format={"type": "text"})
+    assert free == answer()
     wanted = plain.generate("user: Hi\nassistant:", max_new_tokens=24, response_format={"type": "json_object"})
-    assert told.message.content == wanted.text and wanted.text.startswith("{")
-    assert wanted.text != free.choices[0].message.content
+    assert answer(response_format={"type": "json_object"}) == wanted.text != free and wanted.text.startswith("{")
 
 
 def test_a_stop_string_and_a_limit_end_it_early(server):
@@ -160,7 +163,7 @@ def test_a_schema_that_cannot_be_met_is_refused(server, schema):
     {"type": "json_schema", "json_schema": {"name": "a", "schema": []}},
 ])  # fmt: skip
 def test_other_formats_are_refused(engine, server, told):
-    body = {"model": "bundled", "messages": [{"role": "user", "content": "Hi"}], "response_format": told}
+    body = {**CHAT, "response_format": told}
     error = error_of(server.post(body, "chat/completions"), 400)
     assert error["param"].startswith("response_format")
     with pytest.raises(openai.BadRequestError):
@@ -179,23 +182,17 @@ class AllBut(LogitsProcessor):
         self.token, self.length = token, length
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if input_ids.shape[-1] < self.length:
-            return scores
-        return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([self.token]), 0.0)
+        only = torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([self.token]), 0.0)
+        return scores if input_ids.shape[-1] < self.length else only
 
 
 @pytest.mark.parametrize("drafter", ["none", "trie", "auto"])
 def test_a_text_that_leaves_its_grammar_ends_alone(plain, drafter):
     engine = Engine(plain.target.model, drafter, tokenizer=plain.tokenizer)
     wanted = plain.generate(PROMPT, **OPTIONS).text
-    with engine.batch() as batch:
-        (good,) = engine.requests(PROMPT, **OPTIONS)
-        processors = [AllBut(300, good.prompt_length + 2)]
-        (bad,) = engine.requests(PROMPT, **OPTIONS, logits_processor=processors)
-        for each in (bad, good):
-            batch.admit(each)
-        while batch:
-            batch.step()
+    (good,) = engine.requests(PROMPT, **OPTIONS)
+    (bad,) = engine.requests(PROMPT, **OPTIONS, logits_processor=[AllBut(300, good.prompt_length + 2)])
+    finish_all(engine, [bad, good])
     assert isinstance(bad.error, GrammarError) and "does not allow token 300" in str(bad.error)
     assert good.error is None and plain.tokenizer is not None
     assert plain.tokenizer.decode(good.generated) == wanted
@@ -222,9 +219,12 @@ def test_forced_tokens_are_drafted_before_any_drafters_tree(plain, name, options
 def _certain(engine: Engine, request: Request) -> int:
     """Tokens of a text that its grammar forces, by masks."""
     constraint, ids = request.sampler.constraint, torch.from_numpy(request.tokens)
-    scores = torch.zeros(engine.target.vocabulary)
-    ends = range(request.prompt_length, len(request))
-    return sum(int(constraint.mask(ids[:end], scores).isfinite().sum()) == 1 for end in ends)
+    ends, size = range(request.prompt_length, len(request)), engine.target.vocabulary
+    return sum(int(_allowed(constraint, ids[:end], size).sum()) == 1 for end in ends)
+
+
+def _allowed(constraint: Constraint, ids: torch.Tensor, size: int) -> torch.Tensor:
+    return constraint.mask(ids, torch.zeros(size)).isfinite()
 
 
 def test_forced_chains_are_all_accepted(plain):
@@ -234,7 +234,7 @@ def test_forced_chains_are_all_accepted(plain):
     for _ in range(20):
         constraint, ids = grammar.follow(1), torch.tensor([7])
         while not constraint.complete(ids):
-            allowed = constraint.mask(ids, torch.zeros(plain.target.vocabulary)).isfinite()
+            allowed = _allowed(constraint, ids, plain.target.vocabulary)
             if chain := constraint.forced(ids, 64):
                 assert int(allowed.sum()) == 1 and bool(allowed[chain[0]])
                 chains += 1
@@ -256,14 +256,12 @@ def test_where_a_token_is_certain_nothing_is_masked_and_the_text_is_the_same(pla
     masked, mask = list[int](), _Walker.mask
     monkeypatch.setattr(_Walker, "mask", lambda self, ids, scores: masked.append(len(ids)) or mask(self, ids, scores))
     texts, counts = [], []
-    for certain in (True, False):
-        with monkeypatch.context() as patch:
-            if not certain:
-                patch.setattr(_Walker, "certain", lambda self, ids: None)
-            (request,) = engine.generate(PROMPT, **OPTIONS, **options).requests
+    for _ in range(2):
+        (request,) = engine.generate(PROMPT, **OPTIONS, **options).requests
         texts.append(request.generated.tolist())
         counts.append(len(set(masked)))
         masked.clear()
+        monkeypatch.setattr(_Walker, "certain", lambda self, ids: None)
     assert texts[0] == texts[1]
     forced = _certain(engine, request)
     if request.sampler.processor is not None:
@@ -272,27 +270,26 @@ def test_where_a_token_is_certain_nothing_is_masked_and_the_text_is_the_same(pla
         assert counts[1] - counts[0] > forced / 2 > 10
 
 
-def _walk(constraint: Constraint, ids: torch.Tensor, size: int) -> torch.Tensor:
-    return constraint.mask(ids, torch.zeros(size)).isfinite()
-
-
 def test_a_constraint_depends_on_the_ids_alone(plain):
-    size, grammar = plain.target.vocabulary, plain.grammars.of(FORMAT)
-    text = plain.generate(PROMPT, **OPTIONS).requests[0].tokens
-    start = len(text) - len(plain.generate(PROMPT, **OPTIONS).generated[0])
-    ids, one = torch.from_numpy(text.copy()), grammar.follow(start)
-    known = 0
-    ends = torch.randperm(len(ids) - start, generator=torch.Generator().manual_seed(1)).tolist()
-    for end in [start + each for each in ends]:
-        if (token := one.certain(ids[:end])) is not None:
+    size, grammar, (request,) = (
+        plain.target.vocabulary,
+        plain.grammars.of(FORMAT),
+        plain.generate(PROMPT, **OPTIONS).requests,
+    )
+    ids, start, known = torch.from_numpy(request.tokens.copy()), request.prompt_length, 0
+    one = grammar.follow(start)
+    for taken in torch.randperm(len(ids) - start, generator=torch.Generator().manual_seed(1)).tolist():
+        here = ids[: start + taken]
+        allowed = _allowed(grammar.follow(start), here, size)
+        if (token := one.certain(here)) is not None:
             known += 1
-            assert _walk(grammar.follow(start), ids[:end], size).nonzero().tolist() == [[token]]
-        assert torch.equal(_walk(one, ids[:end], size), _walk(grammar.follow(start), ids[:end], size))
-        wrong = torch.cat([ids[:end], torch.tensor([0, 0])])
+            assert allowed.nonzero().tolist() == [[token]]
+        assert torch.equal(_allowed(one, here, size), allowed)
+        wrong = torch.cat([here, torch.tensor([0, 0])])
         with pytest.raises(GrammarError):
             one.complete(wrong)
         assert one.forced(wrong, 8) == [] and not one.on_trial().complete(wrong)
-        assert bool(_walk(one.on_trial(), wrong, size).all())
+        assert bool(_allowed(one.on_trial(), wrong, size).all())
     assert one.complete(ids) and not one.complete(ids[:-1])
     assert known > 2
 
@@ -330,7 +327,7 @@ def test_what_llguidance_cannot_use_is_named(plain, monkeypatch):
     for tokenizer, message in ((None, "there is none"), (object.__new__(Slow), "there is Slow")):
         with pytest.raises(ValueError, match=f"needs a fast tokenizer.*{message}"):
             Grammars(tokenizer, 100, []).of(FORMAT)
-    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install .*\[grammar\]'"):
         Grammars(plain.tokenizer, plain.target.vocabulary, []).of(FORMAT)
 
@@ -394,22 +391,19 @@ def test_completions_tell_logprobs(engine, server):
 
 def test_chats_tell_logprobs(server):
     create = server.client().chat.completions.create
-    asked: Json = {
-        "model": "bundled", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 16, "seed": 2, "n": 2,
-    }  # fmt: skip
-    answer = create(**asked, logprobs=True, top_logprobs=3)
+    asked: Json = CHAT | {"max_tokens": 16, "seed": 2, "n": 2, "logprobs": True}
+    answer = create(**asked, top_logprobs=3)
     for choice in answer.choices:
         assert choice.logprobs.content is not None
         said = b"".join(bytes(each.bytes or []) for each in choice.logprobs.content)
         assert said.decode(errors="replace") == choice.message.content
         assert all(len(each.top_logprobs) == 3 and each.logprob < 0 for each in choice.logprobs.content)
     content: list[list[Json]] = [[], []]
-    for chunk in create(**asked, logprobs=True, top_logprobs=3, stream=True):
+    for chunk in create(**asked, top_logprobs=3, stream=True):
         if (told := chunk.choices[0].logprobs) is not None:
             content[chunk.choices[0].index] += [each.model_dump() for each in told.content or []]
-    wanted = [[each.model_dump() for each in choice.logprobs.content] for choice in answer.choices]
-    assert content == wanted
-    bare = create(**asked, logprobs=True).choices[0].logprobs
+    assert content == [[each.model_dump() for each in choice.logprobs.content] for choice in answer.choices]
+    bare = create(**asked).choices[0].logprobs
     assert [each.top_logprobs for each in bare.content or []] == [[]] * 16
 
 
@@ -453,17 +447,12 @@ def test_the_bytes_of_tokens(plain):
     ({"top_logprobs": 2}, True, "top_logprobs"),
 ])  # fmt: skip
 def test_wrong_numbers_of_logprobs_are_refused(server, change, chat, param):
-    body: Json = {"messages": [{"role": "user", "content": "Hi"}]} if chat else {"prompt": "Hi"}
-    error = error_of(
-        server.post({"model": "bundled", **body, **change}, "chat/completions" if chat else "completions"), 400
-    )
-    assert error["param"] == param
+    body, address = (CHAT, "chat/completions") if chat else ({"model": "bundled", "prompt": "Hi"}, "completions")
+    assert error_of(server.post({**body, **change}, address), 400)["param"] == param
 
 
 def test_a_tree_hangs_under_what_is_certain_and_comes_back():
-    tree = DraftTree(
-        torch.tensor([4, 5, 6]).numpy(), torch.tensor([-1, 0, -1]).numpy(), q=torch.full((3, 8), 0.125)
-    )  # fmt: skip
+    tree = DraftTree(np.array([4, 5, 6]), np.array([-1, 0, -1]), q=torch.full((3, 8), 0.125))
     whole = tree.under([1, 2])
     assert whole.tokens.tolist() == [1, 2, 4, 5, 6] and whole.parents.tolist() == [-1, 0, 1, 2, 1]
     assert whole.q[:2].argmax(-1).tolist() == [1, 2] and whole.q.sum(-1).tolist() == [1.0] * 5

@@ -33,27 +33,31 @@ def separated(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str
             yield name, weight
 
 
-def turned(weight: np.ndarray) -> np.ndarray:
-    """Rows of a query or key projection as GGUF has them: the two halves of a head's dimensions alternate."""
-    return weight.reshape(HEADS, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+def names_of(architecture: str, layers: int) -> Callable[[str], str | None]:
+    """llama.cpp's name of a parameter, if it has one."""
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(arch, layers)
+
+    def name_of(ours: str) -> str | None:
+        theirs: str | None = names.get_name(ours, (".weight", ".bias"))
+        return theirs and theirs + ".weight" * theirs.endswith("_exps")
+
+    return name_of
 
 
-def named(weights: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """A tiny Llama's weights under GGUF's names."""
-    leaves = {
-        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    }  # fmt: skip
-    found = {
-        "token_embd.weight": weights["model.embed_tokens.weight"],
-        "output_norm.weight": weights["model.norm.weight"],
-    }
-    for layer in range(2):
-        for ours, theirs in leaves.items():
-            found[f"blk.{layer}.{theirs}.weight"] = weights[f"model.layers.{layer}.{ours}.weight"]
-    arrays = {name: weight.numpy() for name, weight in found.items()}
-    return {name: turned(a) if ".attn_q." in name or ".attn_k." in name else a for name, a in arrays.items()}
+def in_pairs(ours: str, rows: np.ndarray, heads: int, kv_heads: int) -> np.ndarray:
+    """Rows of a Llama's parameter as GGUF has them: of queries and keys, the two halves of a head's dimensions
+    alternate."""
+    if "q_proj" not in ours and "k_proj" not in ours:
+        return rows
+    rest = rows.shape[1:]
+    halves = rows.reshape(heads if "q_proj" in ours else kv_heads, 2, -1, *rest)
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(rows.shape))
+
+
+def finish(writer: Any) -> None:
+    for each in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        each()
 
 
 def write(file: Path, kind: str = "F32", change: Callable[[Any], None] | None = None, **more: Any) -> Path:
@@ -70,18 +74,16 @@ def write(file: Path, kind: str = "F32", change: Callable[[Any], None] | None = 
         add_tokenizer(writer, more.get("pre", "gpt-2"))
     if change is not None:
         change(writer)
-    quantisation = gguf.GGMLQuantizationType[kind]
-    for name, array in named(model().state_dict()).items():
+    quantisation, name_of = gguf.GGMLQuantizationType[kind], names_of("llama", 2)
+    for ours, weight in model().named_parameters():
+        name, array = name_of(ours), in_pairs(ours, weight.detach().numpy(), HEADS, HEADS)
         if name in more.get("without", ()):
             continue
         if array.ndim == 1 or kind == "F32":
             writer.add_tensor(name, array)
         else:
             writer.add_tensor(name, gguf.quants.quantize(array, quantisation), raw_dtype=quantisation)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return file
 
 
@@ -102,4 +104,4 @@ def add_tokenizer(writer: Any, pre: str) -> None:
 
 def logits(of: PreTrainedModel) -> torch.Tensor:
     with torch.inference_mode():
-        return of(torch.tensor([[1, 20, 30, 40, 7]])).logits
+        return of(torch.tensor([[3, 20, 30, 41, 7, 12, 20, 30, 41, 8, 9]])).logits

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from support.gguf_files import add_tokenizer, gguf, separated
+from support.gguf_files import add_tokenizer, finish, gguf, names_of, separated
 from support.saved_models import small_tokenizer
 
 SHAPE: dict[str, Any] = {
@@ -95,12 +95,10 @@ def write(
     _add_metadata(writer, architecture, 0 if mtp is None else 1)
     for key, value in more.items():
         writer.add_bool(f"{architecture}.{key}", value)
-    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(arch, SHAPE["num_hidden_layers"] + 1)
+    name_of = names_of(architecture, SHAPE["num_hidden_layers"] + 1)
     weights = [(ours, weight) for ours, weight in model.named_parameters() if decoder or ".layers." not in ours]
     for ours, weight in separated([*weights, *_block(mtp or {})]):
-        theirs = names.get_name(ours, (".weight", ".bias"))
-        theirs = theirs or ours.replace("model.layers", "blk").replace("linear_attn.dt_bias", "ssm_dt.bias")
+        theirs = name_of(ours) or ours.replace("model.layers", "blk").replace("linear_attn.dt_bias", "ssm_dt.bias")
         theirs += ".weight" * theirs.endswith("_exps")
         array = weight.detach().float().numpy()
         zero_centred = architecture != "lfm2" and "norm" in ours and "linear_attn" not in ours
@@ -110,9 +108,7 @@ def write(
             writer.add_tensor(theirs, array)
         else:
             writer.add_tensor(theirs, gguf.quants.quantize(array, number), raw_dtype=number)
-    for finish in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
-        finish()
-    writer.close()
+    finish(writer)
     return file
 
 

@@ -37,18 +37,6 @@ def _layer_shapes(size: int, wide: int) -> dict[str, tuple[int, ...]]:
     }  # fmt: skip
 
 
-def eagle3_shapes(target: PreTrainedModel, known: int, states: int = 3) -> dict[str, tuple[int, ...]]:
-    """Shapes of the authors' form, for a head of the target's width."""
-    size = int(target.config.hidden_size)
-    layer = {f"midlayer.{name}": shape for name, shape in _layer_shapes(size, 2 * size).items()}
-    return layer | {
-        "fc.weight": (size, states * size),
-        "midlayer.hidden_norm.weight": (size,),
-        "norm.weight": (size,),
-        "lm_head.weight": (known, size),
-    }
-
-
 def _layer_config(target: PreTrainedModel, layers: int = 1) -> dict[str, Any]:
     size = int(target.config.hidden_size)
     return {
@@ -69,6 +57,25 @@ def _token_maps(known: int, vocabulary: int, seed: int) -> dict[str, torch.Tenso
     return maps if known < vocabulary else {}
 
 
+def _eagle(
+    folder: Path, target: PreTrainedModel, form: str, config: dict[str, Any], entries: dict[str, Any], seed: int,
+    more: dict[str, tuple[int, ...]], maps: dict[str, torch.Tensor],
+) -> Path:  # fmt: skip
+    """Write a head with EAGLE-3's tensors and more: the layer's configuration is inside, or beside the rest."""
+    size = int(target.config.hidden_size)
+    layer = {f"midlayer.{name}": shape for name, shape in _layer_shapes(size, 2 * size).items()}
+    shapes: dict[str, tuple[int, ...]] = {
+        **layer, "fc.weight": (size, 3 * size), "midlayer.hidden_norm.weight": (size,), "norm.weight": (size,),
+        "lm_head.weight": (config["draft_vocab_size"], size),
+        **{f"fc_norm.{n}.weight": (size,) for n in range(3 * bool(entries.get("fc_norm")))},
+        **({"input_norm.weight": (3 * size,)} if entries.get("norm_before_fc") else {}), **more,
+    }  # fmt: skip
+    tensors = _random(shapes, seed) | maps
+    if form != "authors":
+        tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+    return _write(folder, config | entries, tensors)
+
+
 def eagle3(
     folder: Path, target: PreTrainedModel, form: str = "authors", known: int | None = None, seed: int = 0,
     **entries: Any,
@@ -77,59 +84,44 @@ def eagle3(
 
     Further entries of its configuration bring the tensors that they need.
     """
-    vocabulary, size = int(target.get_input_embeddings().weight.shape[0]), int(target.config.hidden_size)
-    authors = form == "authors"
-    known = known or (vocabulary // 2 if authors else vocabulary)
-    layer, layers = _layer_config(target), [0, 1, int(target.config.num_hidden_layers)]
+    layer, authors = _layer_config(target), form == "authors"
+    known = known or layer["vocab_size"] // (2 if authors else 1)
+    states = {"eagle_aux_hidden_state_layer_ids": [0, 1, int(target.config.num_hidden_layers)]}
     if authors:
-        config = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": known, **layer,
-                  "eagle_config": {"eagle_aux_hidden_state_layer_ids": layers}}  # fmt: skip
+        config = {"architectures": ["LlamaForCausalLMEagle3"], **layer, "eagle_config": states}
     else:
-        config = {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"], "draft_vocab_size": known,
-                  "norm_before_residual": True, "eagle_aux_hidden_state_layer_ids": layers,
-                  "transformer_layer_config": {"model_type": "llama", **layer}}  # fmt: skip
-    shapes = eagle3_shapes(target, known) | _norm_shapes(size, entries)
-    tensors = _random(shapes, seed) | _token_maps(known, vocabulary, seed)
-    if not authors:
-        tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-    return _write(folder, config | entries, tensors)
+        inner = {"transformer_layer_config": {"model_type": "llama", **layer}}
+        config = {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"], **states, **inner}
+        config["norm_before_residual"] = True
+    maps = _token_maps(known, layer["vocab_size"], seed)
+    return _eagle(folder, target, form, config | {"draft_vocab_size": known}, entries, seed, {}, maps)
 
 
-def _norm_shapes(size: int, entries: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Norms of the target's states that a configuration asks for."""
-    shapes: dict[str, tuple[int, ...]] = {
-        f"fc_norm.{n}.weight": (size,) for n in range(3 * bool(entries.get("fc_norm")))
-    }
-    return shapes | ({"input_norm.weight": (3 * size,)} if entries.get("norm_before_fc") else {})
-
-
-def eagle31(folder: Path, target: PreTrainedModel, seed: int = 0) -> Path:
+def eagle31(folder: Path, target: PreTrainedModel) -> Path:
     """A random EAGLE-3 head with the norms of EAGLE-3.1."""
-    return eagle3(folder, target, seed=seed, fc_norm=True, norm_output=True)
+    return eagle3(folder, target, fc_norm=True, norm_output=True)
 
 
 def peagle(folder: Path, target: PreTrainedModel, form: str = "authors", seed: int = 0, **entries: Any) -> Path:
     """A random P-EAGLE head of two layers that predicts four tokens a pass."""
-    vocabulary, size = int(target.get_input_embeddings().weight.shape[0]), int(target.config.hidden_size)
-    layer, layers = _layer_config(target, 2), [0, 1, int(target.config.num_hidden_layers)]
-    known = vocabulary if form == "authors" else vocabulary // 2
-    base: dict[str, Any] = {"draft_vocab_size": known, "eagle_aux_hidden_state_layer_ids": layers}
-    if form == "authors":
-        config = {"architectures": ["LlamaForCausalLMEagle3"], **layer, **base, "ptd_token_id": 2, "para_depths": 4}
+    layer, authors, size = _layer_config(target, 2), form == "authors", int(target.config.hidden_size)
+    vocabulary = layer["vocab_size"]
+    known = vocabulary if authors else vocabulary // 2
+    states = [0, 1, int(target.config.num_hidden_layers)]
+    config: dict[str, Any] = {"draft_vocab_size": known, "eagle_aux_hidden_state_layer_ids": states}
+    if authors:
+        config |= {"architectures": ["LlamaForCausalLMEagle3"], **layer, "ptd_token_id": 2, "para_depths": 4}
+        maps = {"d2t": torch.zeros(known, dtype=torch.int64), "t2d": torch.ones(vocabulary, dtype=torch.bool)}
     else:
-        config = {"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"], **base,
-                  "mask_token_id": 2, "norm_before_residual": True, "norm_output": True,
-                  "speculators_config": {"proposal_methods": [{"speculative_tokens": 4}]},
-                  "transformer_layer_config": {"model_type": "llama", **layer}}  # fmt: skip
-    shapes = eagle3_shapes(target, known) | _norm_shapes(size, entries) | {"mask_hidden": (1, 1, 3 * size)}
+        config |= {"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"], "mask_token_id": 2,
+                   "norm_before_residual": True, "norm_output": True,
+                   "speculators_config": {"proposal_methods": [{"speculative_tokens": 4}]},
+                   "transformer_layer_config": {"model_type": "llama", **layer}}  # fmt: skip
+        maps = _token_maps(known, vocabulary, seed)
+    shapes: dict[str, tuple[int, ...]] = {"mask_hidden": (1, 1, 3 * size)}
     shapes |= {f"layers.1.{name}": shape for name, shape in _layer_shapes(size, size).items()}
     shapes["embed_tokens.weight"] = vocabulary, size
-    tensors = _random(shapes, seed) | _token_maps(vocabulary if form == "authors" else known, vocabulary, seed)
-    if form == "authors":
-        tensors |= {"d2t": torch.zeros(known, dtype=torch.int64), "t2d": torch.ones(vocabulary, dtype=torch.bool)}
-    else:
-        tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-    return _write(folder, config | entries, tensors)
+    return _eagle(folder, target, form, config, entries, seed, shapes, maps)
 
 
 def _dflash_parts(target: PreTrainedModel, sliding: bool) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
@@ -163,7 +155,7 @@ def _dflash_config(
 
 def dflash(
     folder: Path, target: PreTrainedModel, block: int = 5, sliding: bool = False, seed: int = 0, form: str = "authors",
-    **entries: Any,
+    inner: dict[str, Any] | None = None, **entries: Any,
 ) -> Path:  # fmt: skip
     """A random DFlash head of two layers; in the form of ``speculators``, one that knows a part of the vocabulary."""
     layer, shapes = _dflash_parts(target, sliding)
@@ -173,7 +165,7 @@ def dflash(
     if not authors:
         entries = {"draft_vocab_size": known, "sample_from_anchor": False, **entries}
         shapes["lm_head.weight"] = known, layer["hidden_size"]
-    config = _dflash_config(layer, form, "dflash", architecture, {"block_size": block, **entries}, {})
+    config = _dflash_config(layer, form, "dflash", architecture, {"block_size": block, **entries}, inner or {})
     return _write(folder, config, _random(shapes, seed) | _token_maps(known, vocabulary, seed))
 
 
@@ -288,11 +280,10 @@ def dspark(
         name, out, wide = made[markov]
         shapes |= {f"markov_head.{name}.weight": (out, wide), f"markov_head.{name}.bias": (out,)}
     shapes["lm_head.weight"] = known, size
-    if authors:  # DeepSpec's entries stand beside the layers', and its file has all matrices
-        shapes["embed_tokens.weight"] = vocabulary, size
     entries = {"block_size": 4, "markov_rank": 4, "markov_head_type": markov, "enable_confidence_head": True,
                "confidence_head_with_markov": True, **entries}  # fmt: skip
-    if authors:
+    if authors:  # DeepSpec's entries stand beside the layers', and its file has all matrices
+        shapes["embed_tokens.weight"] = vocabulary, size
         config = {"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", **layer, "num_anchors": 8,
                   "target_layer_ids": [-1, 1], "mask_token_id": 2, **entries}  # fmt: skip
     else:
@@ -377,16 +368,12 @@ def one_by_one(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for name, weight in tensors.items():
         owner, _, leaf = name.rpartition(".")
-        if leaf not in ("gate_up_proj", "down_proj") or not owner.endswith("experts"):
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(leaf, ())
+        if not parts or not owner.endswith("experts"):
             found[name] = weight
             continue
-        parts = (
-            {leaf: weight}
-            if leaf == "down_proj"
-            else dict(zip(("gate_proj", "up_proj"), weight.chunk(2, 1), strict=True))
-        )
-        for part, rows in parts.items():
-            found |= {f"{owner}.{e}.{part}.weight": rows[e].clone() for e in range(len(rows))}
+        for part, rows in zip(parts, weight.chunk(len(parts), 1), strict=True):
+            found |= {f"{owner}.{e}.{part}.weight": each.clone() for e, each in enumerate(rows)}
     return found
 
 

@@ -194,7 +194,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         {**_RECURRENT, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "conv_kernel": 4, "expand": 2,
             "chunk_size": 8}),
 }  # fmt: skip
-"""Models with recurrent layers, in ``test_hybrids``."""
+"""Models with recurrent layers, in ``test_families`` too."""
 
 _LIKE_GPTJ: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 128}
 _INDEXED: dict[str, Any] = {**_LATENT_ROUTED, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 16}

@@ -25,11 +25,12 @@ class WaitCounter(TorchFunctionMode):
     Attributes:
         counts: by ``transfers`` and ``synchronisations``. On a GPU also by ``blocking``: operations of which torch's
             debug mode warns that they wait, such as copies from memory that is not pinned.
+        reads: transfers, by the tensor's function.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._device, self.counts, self._stack = device, Counter[str](), ExitStack()
+        self._device, self.counts, self.reads, self._stack = device, Counter[str](), Counter[str](), ExitStack()
 
     def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -56,6 +57,8 @@ class WaitCounter(TorchFunctionMode):
         self._stack.close()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in READS and isinstance(args[0], torch.Tensor):
-            self.counts["transfers"] += args[0].device.type == self._device.type
+        name = getattr(func, "__name__", "")
+        if name in READS and isinstance(args[0], torch.Tensor) and args[0].device.type == self._device.type:
+            self.counts["transfers"] += 1
+            self.reads[name] += 1
         return func(*args, **(kwargs or {}))
