@@ -73,9 +73,6 @@ def start(*arguments: object, **more: Any) -> Iterator[subprocess.Popen[bytes]]:
             process.kill()
 
 
-# --- help and errors
-
-
 def test_long_work_shows_how_far_it_is(monkeypatch):
     monkeypatch.setattr(terminal, "PATIENCE", 0.0)
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
@@ -154,9 +151,6 @@ def test_a_missing_model_is_an_error_and_debug_raises_it():
     assert (result.exit_code, result.stdout) == (2, "")
     assert "there is no folder ./nowhere" in result.stderr
     assert isinstance(call("generate", "-m", "./nowhere", "-p", "a", "--debug").exception, ValueError)
-
-
-# --- generate
 
 
 def test_the_text_is_the_models_own_and_json_tells_all_about_it(model):
@@ -275,9 +269,6 @@ def test_a_process_ends_with_130_on_sigint_and_141_without_a_reader(model):
         assert process.wait(timeout=60) == 141 and errors == b""
 
 
-# --- the text as it comes
-
-
 def pieces(tokenizer: PreTrainedTokenizerFast, prompt: list[int], tokens: list[int]) -> list[str]:
     detokenizer = Detokenizer(tokenizer, prompt)
     shown = [piece.text for token in tokens for piece in detokenizer.add(token, False)]
@@ -323,9 +314,6 @@ def test_generated_text_cannot_control_the_terminal():
     assert printable("a\x1b]0;title\x07b\tc\n") == "a\ufffd]0;title\ufffdb\tc\n"
 
 
-# --- audit
-
-
 def audit(model: str, *arguments: object) -> Result:
     return call("audit", "-m", model, "--device", "cpu", "-n", 12, *arguments)
 
@@ -362,9 +350,6 @@ def test_an_audit_with_a_small_model_names_it_in_json(model):
     small = ("-d", "triforce", "--draft-model", model, "--seeds", 0, "--json")
     plan = as_json(audit(model, "-p", PROMPT, *small))["plan"]
     assert plan["settings"]["draft_model"] == model and plan["drafters"] == ["triforce"]
-
-
-# --- demo
 
 
 @pytest.fixture

@@ -70,18 +70,12 @@ def kept(file: Path, *requests: Asked, **config: Any) -> ForerunProposer:
     return proposer
 
 
-# --- without what the engines pin
-
-
 def test_it_drafts_where_torch_and_transformers_cannot_be_imported():
     paths = [str(Path(forerun.__file__).parent.parent), str(Path(__file__).parent)]
     program = f"import sys; sys.path[:0] = {paths!r}\n{WITHOUT_TORCH}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 16
-
-
-# --- the contract of vLLM
 
 
 def test_the_signature_is_the_one_that_vllm_calls():
@@ -237,9 +231,6 @@ def test_another_contract_is_told_of():
     assert under_way(proposer) == 0
 
 
-# --- settings
-
-
 @pytest.mark.parametrize(("settings", "message"), [
     ({"names": "x"}, "no setting 'names'; allowed: namespace, share, trie"),
     (["x"], r"settings are \['x'\]; allowed: an object"), ({"namespace": 3}, "namespace is 3; allowed: a string"),
@@ -296,17 +287,11 @@ def test_tokens_that_the_model_does_not_have_are_not_drafted(tmp_path):
     assert 60_000 not in {token for draft in request.drafts for token in draft}
 
 
-# --- the best branch
-
-
 def test_the_best_branch_is_the_one_of_which_most_is_expected():
     parents, probabilities = np.array([-1, -1, 1, 2, 3]), np.array([0.5, 0.4, 0.35, 0.3, 0.1])
     draft = Draft(np.array([1, 2, 3, 4, 5]), parents, probabilities, np.zeros(5, np.int8))
     for size, best in ((5, [2, 3, 4, 5]), (4, [2, 3, 4]), (1, [1]), (0, [])):
         assert best_branch(draft.cut(size)) == best
-
-
-# --- llama-cpp-python
 
 
 @pytest.fixture

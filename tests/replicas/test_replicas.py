@@ -48,9 +48,6 @@ def body(prompt: Any, **more: Any) -> bytes:
     return json.dumps({"model": "m", "prompt": prompt, **more}).encode()
 
 
-# who is asked
-
-
 def test_requests_share_as_many_digests_as_they_share_blocks():
     first = digests("a", body(BOOK + "Who?"))
     second = digests("a", body(BOOK[: 3 * BLOCK_CHARACTERS] + "x" * 2 * BLOCK_CHARACTERS))
@@ -106,9 +103,6 @@ def test_the_least_recently_used_digests_are_forgotten():
     places.remember([b"1", b"3"], "two")
     places.remember([b"4"], "two")
     assert places.depth([b"1"], "one") == 1 and places.depth([b"2"], "one") == 0
-
-
-# what they learn
 
 
 def text(*tokens: int, namespace: str = "a/default") -> LearnedText:
@@ -217,9 +211,6 @@ def test_texts_wait_until_the_exchange_is_there_again_and_take_so_much_memory(mo
     there = True
     trader.trade_once()
     assert news(exchange, "two") == [[2], [3]]
-
-
-# one may die
 
 
 class GoneError(Exception):
@@ -410,9 +401,6 @@ def test_an_applications_failure_is_raised():
         served(app)
 
 
-# what they get of a cluster
-
-
 @pytest.mark.parametrize(
     ("nodes", "replicas", "processors"),
     [([8], 2, 4), ([7], 2, 3), ([2], 4, 0.5), ([4, 4], 1, 4), ([4, 4, 4], 2, 4), ([8, 2], 3, 2), ([1], 3, 0.3333)],
@@ -438,9 +426,6 @@ def test_each_replica_gets_a_gpu_where_there_are_any():
 def test_settings_that_replicas_do_not_have_are_refused(wrong, says):
     with pytest.raises(ValueError, match=says):
         cluster.check(ServerSettings(ray=True, **wrong))
-
-
-# on Ray
 
 
 @pytest.fixture(scope="module")

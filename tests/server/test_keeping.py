@@ -55,9 +55,6 @@ def warmed(trie: Trie | None = None, **seeds: list[int]) -> Trie:
     return trie
 
 
-# --- the limit
-
-
 def within(trie: Trie, limit: int) -> bool:
     """Whether no array of any namespace could take more."""
     spaces = list(trie._shared.values())
@@ -119,9 +116,6 @@ def test_a_limit_without_room_is_refused():
         ValueError, match=f"the limit is 5 bytes for 1 namespaces; the minima are {MIN_GROWTH_BYTES} and 1"
     ):
         Trie().bound(5, 1)
-
-
-# --- the folder
 
 
 @pytest.fixture
@@ -242,9 +236,6 @@ def test_a_process_killed_while_it_saves_leaves_a_whole_file(folder, moment, mon
     assert not list(folder.path.glob("*.tmp"))
 
 
-# --- the keeper
-
-
 class Watched(Folder):
     """Counts its saves, and can fail or be held up."""
 
@@ -294,9 +285,6 @@ def test_a_save_that_fails_is_told_of_and_tried_again(tmp_path, caplog):
     assert contents(folder) == {"a": [text(1)]}
 
 
-# --- files to learn from
-
-
 def test_a_text_is_learned_in_whole_lines_and_json_line_by_line(tmp_path):
     plain, rows = tmp_path / "plain.txt", tmp_path / "rows.jsonl"
     lines = [f"line {number} of a long text\n" for number in range(2000)]
@@ -339,9 +327,6 @@ def test_a_wrong_file_is_told_of_with_its_line_before_any_work(tmp_path, name, c
 def test_the_environment_has_files_with_commas_between(monkeypatch):
     monkeypatch.setenv("FORERUN_WARM", "a.txt, b.jsonl")
     assert read_settings({}).warm == (Path("a.txt"), Path("b.jsonl"))
-
-
-# --- the server
 
 
 @pytest.fixture
