@@ -3,6 +3,9 @@
 import copy
 import dataclasses
 import math
+from collections.abc import Callable
+from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,14 +37,18 @@ class Guess(RowByRow):
         return DraftTree.chain([(int(request.tokens[-1]) + 1) % 48][: request.max_draft_depth])
 
 
+@pytest.fixture
+def guessing(monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """A plan whose only drafter drafts wrongly."""
+    monkeypatch.setitem(DRAFTERS, "lookup", Recipe(lambda setup: setup.over(setup.planner(Guess()))))
+    return dataclasses.replace(PLAN, drafters=("lookup",))
+
+
 def test_a_lossless_model_passes_every_check_of_every_drafter():
     report = audit(tiny("llama"), PROMPTS, Plan(max_new_tokens=12))
-    assert report.dtype == "float64"
-    assert not report.divergences
-    found = {(c.drafter, c.check) for c in report.comparisons}
-    assert found == {
-        (name, check) for name in buildable(LongContextConfig()) for check in ("greedy", "plain", "coupled", "batch")
-    }
+    assert report.dtype == "float64" and not report.divergences
+    found, checks = {(c.drafter, c.check) for c in report.comparisons}, ("greedy", "plain", "coupled", "batch")
+    assert found == set(product(buildable(LongContextConfig()), checks))
     assert sum(c.accepted for c in report.comparisons) > 30
     assert all(c.tokens for c in report.comparisons)
 
@@ -53,61 +60,54 @@ def test_progress_counts_every_run():
     assert calls == [(i, 8) for i in range(8)]  # drafters x (greedy, a seed) x (alone, in a batch)
 
 
-def test_a_verification_that_accepts_wrong_drafts_fails(monkeypatch):
-    monkeypatch.setitem(DRAFTERS, "lookup", Recipe(lambda setup: setup.over(setup.planner(Guess()))))
+def test_a_verification_that_accepts_wrong_drafts_fails(guessing, monkeypatch):
     monkeypatch.setattr(forerun.decoding.level, "verify", gullible)
-    report = audit(tiny("llama"), PROMPTS, PLAN)
-    failed = [c for c in report.failures if c.drafter == "lookup" and c.check != "batch"]
+    failed = [c for c in audit(tiny("llama"), PROMPTS, guessing).failures if c.check != "batch"]
     assert {c.check for c in failed} == {"greedy", "plain", "coupled"}
-    for comparison in failed:
-        divergence = comparison.divergence
+    for divergence in (comparison.divergence for comparison in failed):
         assert divergence.margin > 100 * divergence.allowance
         assert divergence.error < divergence.tolerance
 
 
-def test_scores_that_are_wrong_fail_though_the_walk_is_right(monkeypatch):
+def scored_by(monkeypatch: pytest.MonkeyPatch, change: Callable[[list[RowScores], Any], list[RowScores]]) -> None:
+    """Engines score by ``Scorer``, whose rows are changed."""
     score_rows = Scorer.score_rows
+    monkeypatch.setattr(forerun.engine.engine, "admit", lambda model, *_, **__: Scorer(model))
+    monkeypatch.setattr(
+        Scorer, "score_rows", lambda self, blocks, *rest: change(score_rows(self, blocks, *rest), blocks)
+    )
 
-    def leaky(self: Scorer, blocks, *rest):
-        rows = score_rows(self, blocks, *rest)
+
+def test_scores_that_are_wrong_fail_though_the_walk_is_right(guessing, monkeypatch):
+    def leaky(rows: list[RowScores], blocks: Any) -> list[RowScores]:
         return [
             RowScores(row.logits.flip(-1)) if len(block.tree) else row for row, block in zip(rows, blocks, strict=True)
         ]
 
-    model = tiny("llama")
-    monkeypatch.setattr(forerun.engine.engine, "admit", lambda model, *_, **__: Scorer(model))
-    monkeypatch.setattr(Scorer, "score_rows", leaky)
-    monkeypatch.setitem(DRAFTERS, "lookup", Recipe(lambda setup: setup.over(setup.planner(Guess()))))
-    report = audit(model, PROMPTS, dataclasses.replace(PLAN, drafters=("lookup",)))
-    alone = [c for c in report.failures if c.check == "greedy"]
+    scored_by(monkeypatch, leaky)
+    alone = [c for c in audit(tiny("llama"), PROMPTS, guessing).failures if c.check == "greedy"]
     assert alone
     assert all(c.divergence is not None and c.divergence.error > c.divergence.tolerance for c in alone)
 
 
 def test_a_row_that_depends_on_its_batch_fails_that_check_only(monkeypatch):
-    score_rows = Scorer.score_rows
-
-    def mixed(self: Scorer, blocks, *rest):
-        rows = score_rows(self, blocks, *rest)
+    def mixed(rows: list[RowScores], blocks: Any) -> list[RowScores]:
         return [RowScores(row.logits.roll(1, -1)) for row in rows] if len(blocks) > 1 else rows
 
-    monkeypatch.setattr(forerun.engine.engine, "admit", lambda model, *_, **__: Scorer(model))
-    monkeypatch.setattr(Scorer, "score_rows", mixed)
-    report = audit(tiny("llama"), PROMPTS, PLAN)
-    assert {c.check for c in report.failures} == {"batch"}
+    scored_by(monkeypatch, mixed)
+    assert {c.check for c in audit(tiny("llama"), PROMPTS, PLAN).failures} == {"batch"}
 
 
-def test_a_text_that_ends_too_early_fails(monkeypatch):
+def test_a_text_that_ends_too_early_fails(guessing, monkeypatch):
     def hasty(tree: DraftTree, logits: torch.Tensor, request: Request, told: object = None) -> Verdict:
         verdict = verify(tree, logits, request)
         if len(tree) and len(request.generated) >= 4:
             request.finish_reason = "stop"
         return verdict
 
-    monkeypatch.setitem(DRAFTERS, "lookup", Recipe(lambda setup: setup.over(setup.planner(Guess()))))
     monkeypatch.setattr(forerun.decoding.level, "verify", hasty)
-    report = audit(tiny("llama"), PROMPTS, dataclasses.replace(PLAN, drafters=("lookup",)))
-    ended = [c.divergence for c in report.failures if c.check == "greedy" and c.divergence is not None]
+    failures = audit(tiny("llama"), PROMPTS, guessing).failures
+    ended = [c.divergence for c in failures if c.check == "greedy" and c.divergence is not None]
     assert ended
     assert all(d.got is None and d.expected is not None and d.margin == math.inf for d in ended)
 
@@ -148,8 +148,7 @@ def test_rounding_in_bfloat16_is_no_failure():
     model = copy.deepcopy(tiny("qwen2")).to(torch.bfloat16)
     prompts = [np.random.default_rng(i).integers(6, 48, 12).tolist() for i in range(4)]
     report = audit(model, prompts, Plan(drafters=("trie",), max_new_tokens=24))
-    assert report.dtype == "bfloat16"
-    assert not report.failures
+    assert report.dtype == "bfloat16" and not report.failures
 
 
 def test_a_wrong_pass_in_bfloat16_is_no_rounding():
@@ -178,16 +177,11 @@ def test_texts_part_where_they_first_differ_or_one_ends():
     assert first_difference([1, 2], [1, 2, 3]) == 2
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [({"drafters": ["magic"]}, "magic"), ({"seeds": -1}, "seeds"), ({"temperature": 0.0}, "temperature")],
-)
-def test_wrong_plans_are_refused(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        Plan(**wrong)
-
-
-def test_no_prompt_is_refused():
+def test_wrong_plans_and_no_prompt_are_refused():
+    wrong: dict[str, Any]
+    for wrong in ({"drafters": ["magic"]}, {"seeds": -1}, {"temperature": 0.0}):
+        with pytest.raises(ValueError, match="magic" if "drafters" in wrong else next(iter(wrong))):
+            Plan(**wrong)
     with pytest.raises(ValueError, match="no prompt"):
         audit(tiny("llama"), [])
 

@@ -89,22 +89,13 @@ def choice(
 ) -> Json:
     text = "".join(tokens)
     told: Json = {"finish_reason": finish, **({name: {"content": text, **message}} if chat else {"text": text})}
-    if scored:
-        told["logprobs"] = (
-            {
-                "content": [
-                    {"token": t, "logprob": -0.5, "top_logprobs": [score(*each) for each in TOP.items()]}
-                    for t in tokens
-                ]
-            }
-            if chat
-            else {"tokens": list(tokens), "token_logprobs": [-0.5] * len(tokens), "top_logprobs": [TOP] * len(tokens)}
-        )
+    if scored and chat:
+        top = [{"token": token, "logprob": logprob} for token, logprob in TOP.items()]
+        told["logprobs"] = {"content": [{"token": each, "logprob": -0.5, "top_logprobs": top} for each in tokens]}
+    elif scored:
+        scores = {"token_logprobs": [-0.5] * len(tokens), "top_logprobs": [TOP] * len(tokens)}
+        told["logprobs"] = {"tokens": list(tokens), **scores}
     return {"choices": [told]}
-
-
-def score(token: str, logprob: float) -> Json:
-    return {"token": token, "logprob": logprob}
 
 
 def audited(reply: Reply, *kinds: str, reference: Reply = right, **told: Any) -> Any:
@@ -208,21 +199,18 @@ def test_a_stream_that_breaks_off_is_no_answer():
     ({"forerun": {"drafted": 9, "accepted": 2}}, (9, 2)), ({"prompt_tokens": 3}, (None, None)),
 ])  # fmt: skip
 def test_drafts_are_counted_as_each_server_tells_them(usage, drafts):
-    (report,) = (audited(right, "greedy", usage=usage),)
+    report = audited(right, "greedy", usage=usage)
     assert {(each.drafted, each.accepted) for each in report.comparisons} == {drafts}
-    told = fold(
-        [{"choices": [{"text": "", "finish_reason": "stop"}], "timings": {"draft_n": 5, "draft_n_accepted": 1}}]
-    )
+    timings = {"draft_n": 5, "draft_n_accepted": 1}
+    told = fold([{"choices": [{"text": "", "finish_reason": "stop"}], "timings": timings}])
     assert (told.drafted, told.accepted) == (5, 1)
 
 
 def test_the_margin_is_found_in_the_text_where_the_difference_does_not_come_again():
     scores = [TokenScore("né".encode(), -0.1, {}), TokenScore(b" is", -0.2, {b" is": -0.2, b" i": -0.25, b" in": -0.3})]
     reference = EndpointAnswer("né is", scores=scores)
-    found = Difference("text", 4, "s", "n a box")
-    assert margin(found, EndpointAnswer("né in a box"), reference, reference) == pytest.approx(
-        0.1
-    )  # the longest that fits
+    found, longest = Difference("text", 4, "s", "n a box"), pytest.approx(0.1)  # of the longest that fits
+    assert margin(found, EndpointAnswer("né in a box"), reference, reference) == longest
     assert margin(found, EndpointAnswer("no in a box"), reference, reference) is None
     assert margin(Difference("call 0 name", 0, "a", "b"), EndpointAnswer(), reference, reference) is None
 
@@ -253,16 +241,16 @@ def test_fields_and_forerun_s_own_drafter_make_a_reference_of_one_server():
         assert call("--url", url, "-k", "greedy").exit_code == 1
 
 
-def test_a_name_is_enough_where_no_model_is_listed():
-    with server(right) as url, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Endpoint, "_open", _without_list(Endpoint._open))
+def test_a_name_is_enough_where_no_model_is_listed(monkeypatch):
+    def unlisted(endpoint: Endpoint, address: str, body: Any = None) -> Any:
+        return opened(endpoint, "none/such" if body is None else address, body)
+
+    opened = Endpoint._open
+    monkeypatch.setattr(Endpoint, "_open", unlisted)
+    with server(right) as url:
         listed = call("--url", url, "-k", "greedy")
         assert listed.exit_code == 2 and "name the model with --name" in listed.output
         assert call("--url", url, "-k", "greedy", "--name", "small").exit_code == 0
-
-
-def _without_list(inner: Any) -> Any:
-    return lambda self, address, body=None: inner(self, "none/such" if body is None else address, body)
 
 
 def test_own_requests_are_sent_as_they_are(tmp_path):
@@ -272,10 +260,8 @@ def test_own_requests_are_sent_as_they_are(tmp_path):
         bodies.append(body)
         return right(body)
 
-    file = tmp_path / "own.jsonl"
-    file.write_text(
-        '{"model": "gone", "prompt": "a b", "top_k": 3}\n\n{"messages": [{"role": "user", "content": "c"}]}\n'
-    )
+    file, chat = tmp_path / "own.jsonl", {"messages": [{"role": "user", "content": "c"}]}
+    file.write_text(f'{{"model": "gone", "prompt": "a b", "top_k": 3}}\n\n{json.dumps(chat)}\n')
     with server(noting) as url:
         assert call("--url", url, "-k", "own", "--requests", file).exit_code == 0
     assert {"model": "small", "prompt": "a b", "top_k": 3} in bodies

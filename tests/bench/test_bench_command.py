@@ -52,9 +52,8 @@ def test_own_prompts_are_measured_on_any_model(model, tmp_path):
     done = bench(model, tmp_path, "-d", "trie", "--json")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
-    assert {row["task"] for row in found["rows"]} == {"mine", "other"}
-    names = {row["contestant"] for row in found["rows"]}
-    assert names == {"transformers greedy", "transformers prompt lookup", "forerun none", "forerun trie"}
+    contestants = ("transformers greedy", "transformers prompt lookup", "forerun none", "forerun trie")
+    assert {(row["task"], row["contestant"]) for row in found["rows"]} == {*product(("mine", "other"), contestants)}
     assert {row["same_output"] for row in found["rows"]} == {1.0}
     assert found["settings"]["dtype"] == "float64" and found["settings"]["rounds"] == 2
     markdown = (tmp_path / "out" / "speed.md").read_text()
@@ -98,20 +97,21 @@ def test_what_was_measured_is_kept_when_a_later_round_fails(model, tmp_path, mon
     assert [row["rounds"] for row in rows] == [1, 1, 1, 1]
 
 
-def test_a_report_that_cannot_be_written_is_said_in_one_line(model, tmp_path, monkeypatch):
-    def full(*given: Any) -> Any:
-        raise OSError("the disk is full")
+def full(*given: Any) -> Any:
+    raise OSError("the disk is full")
 
-    monkeypatch.setattr("forerun.cli.bench.write", full)
+
+@pytest.mark.parametrize(("name", "fault", "status", "said"), [
+    ("write", full, 2, "the disk is full"),
+    ("changed", lambda rows: ["forerun lookup"], 1,
+        "forerun lookup: some texts differ from plain Forerun's, and none may"),
+], ids=["report", "text"])  # fmt: skip
+def test_what_is_wrong_at_the_end_is_said_in_one_line_after_the_table(
+    model, tmp_path, monkeypatch, name, fault, status, said
+):
+    monkeypatch.setattr(f"forerun.cli.bench.{name}", fault)
     done = bench(model, tmp_path, *SHORT)
-    assert done.exit_code == 2 and "the disk is full" in done.stderr and "| forerun lookup |" in done.stdout
-
-
-def test_a_text_that_no_draft_may_change_ends_in_status_1(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("forerun.cli.bench.changed", lambda rows: ["forerun lookup"])
-    done = bench(model, tmp_path, *SHORT)
-    assert done.exit_code == 1
-    assert "forerun lookup: some texts differ from plain Forerun's, and none may" in done.stderr
+    assert done.exit_code == status and said in done.stderr and "| forerun lookup |" in done.stdout
 
 
 def never_slower(model: str, tmp_path: Path, *more: str, attempts: int = 1, plot: bool = False) -> Result:
@@ -242,16 +242,14 @@ def test_options_before_the_name_of_a_command_below_are_refused():
 
 
 def test_a_cell_says_what_it_breaks():
-    def run(auto: float, trie: float, texts: list[list[int]]) -> dict[str, dict[str, Any]]:
-        seconds = {"none": 1.0, "auto": auto, "trie": trie}
-        made = {
-            name: {"seconds": value, "steps": 4, "texts": [[1]], "plain": [0.9, 1.1]} for name, value in seconds.items()
-        }
-        made["auto"]["texts"] = texts
-        return made | {"none": made["none"] | {"texts_differ": int(texts != [[1]])}}
+    def run(auto: float, trie: float, text: int = 1) -> dict[str, dict[str, Any]]:
+        seconds, same = {"none": 1.0, "auto": auto, "trie": trie}, {"steps": 4, "texts": [[1]], "plain": [0.9, 1.1]}
+        made: dict[str, dict[str, Any]] = {name: {"seconds": value, **same} for name, value in seconds.items()}
+        made["auto"]["texts"], made["none"]["texts_differ"] = [[text]], int(text != 1)
+        return made
 
     cell = TableCell(1, 100, 0.0, "tasks")
-    fine = summarise(cell, ["auto", "trie"], [run(0.5, 0.51, [[1]])] * 3)
+    fine = summarise(cell, ["auto", "trie"], [run(0.5, 0.51)] * 3)
     assert fine["median"] == 2 and fine["best_other"] is None and not broken(fine)
-    lost = summarise(cell, ["auto", "trie"], [run(1.1, 0.5, [[1]]), run(1.1, 0.5, [[1]]), run(0.9, 0.5, [[2]])])
+    lost = summarise(cell, ["auto", "trie"], [run(1.1, 0.5), run(1.1, 0.5), run(0.9, 0.5, 2)])
     assert [what.split()[0] for what in broken(lost)] == ["median", "worst", "0.46", "1"]

@@ -2,8 +2,8 @@
 
 import copy
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,45 +18,35 @@ from forerun.core.long_context import LongContextConfig
 from forerun.decoding.recipes import trie_of
 
 
-def measured(*arguments: Any) -> list[Series]:
-    """What is measured after the last round."""
-    *_, series = measure(*arguments)
-    return series
+def last(rounds: Iterable[list[Series]]) -> list[Series]:
+    *_, found = rounds
+    return found
 
 
 @pytest.fixture(scope="module")
 def series() -> list[Series]:
     prompts = PromptSet("copy", PROMPTS[:2], PROMPTS[:2], 30)
     settings = LongContextConfig(draft_model=tiny("llama"))
-    *_, found = Bench(tiny("llama"), ["none", "lookup", "trie"], settings).run(prompts, rounds=2)
-    return found
+    return last(Bench(tiny("llama"), ["none", "lookup", "trie"], settings).run(prompts, rounds=2))
 
 
 def test_every_contestant_gives_the_baseline_s_text(series):
     rows = report.summarise(series)
-    assert {row["contestant"] for row in rows} == {
-        BASELINE,
-        "transformers prompt lookup",
-        "transformers assisted",
-        PLAIN,
-        "forerun lookup",
-        "forerun trie",
-        "forerun trie, warm",
-    }
-    assert all(row["same_output"] == 1 for row in rows)
-    assert {row["same_as_plain"] for row in rows} == {1, None}
-    assert all(row["first_token_ms"] > 0 for row in rows)
-    assert all(0 < run.first <= run.seconds for one in series for rounds in one.runs for run in rounds)
     by_name = {row["contestant"]: row for row in rows}
+    assert by_name.keys() == {
+        BASELINE, "transformers prompt lookup", "transformers assisted", PLAIN, "forerun lookup", "forerun trie",
+        "forerun trie, warm",
+    }  # fmt: skip
+    assert all(row["same_output"] == 1 and row["first_token_ms"] > 0 for row in rows)
+    assert {row["same_as_plain"] for row in rows} == {1, None}
+    assert all(0 < run.first <= run.seconds for one in series for rounds in one.runs for run in rounds)
     assert by_name[PLAIN]["tokens_per_step"] == by_name[BASELINE]["tokens_per_step"] == 1
     assert by_name["forerun trie, warm"]["tokens_per_step"] > 1  # it has seen these very answers
 
 
 def test_a_text_that_differs_from_plain_forerun_is_counted_apart_from_transformers():
-    def one(name: str, text: list[int]) -> Series:
-        return Series(name, "t", [[Run([text], 1.0, 1)]])
-
-    rows = report.summarise([one(BASELINE, [1, 2]), one(PLAIN, [1, 3]), one("forerun x", [1, 2])])
+    texts = {BASELINE: [1, 2], PLAIN: [1, 3], "forerun x": [1, 2]}
+    rows = report.summarise([Series(name, "t", [[Run([text], 1.0, 1)]]) for name, text in texts.items()])
     by_name = {row["contestant"]: (row["same_as_plain"], row["same_output"]) for row in rows}
     assert by_name == {BASELINE: (None, 1), PLAIN: (1, 0), "forerun x": (0, 1)}
     assert report.changed(rows) == ["forerun x"]
@@ -74,7 +64,7 @@ def test_few_rounds_are_said_to_rank_nothing_and_the_spread_is_shown(series, mon
 
 def test_contestants_are_left_out_by_name():
     prompts = PromptSet("copy", PROMPTS[:1], [], 2)
-    *_, some = Bench(tiny("llama"), ["none"], skip=["transformers prompt lookup"]).run(prompts, 1)
+    some = last(Bench(tiny("llama"), ["none"], skip=["transformers prompt lookup"]).run(prompts, 1))
     assert [each.contestant for each in some] == [BASELINE, PLAIN]
     for name in ("forerun auto", BASELINE, PLAIN):
         with pytest.raises(ValueError, match=f"--skip has '{name}'; known are 'transformers prompt lookup'"):
@@ -84,14 +74,12 @@ def test_contestants_are_left_out_by_name():
 def test_what_transformers_refuses_with_these_models_is_left_out_with_the_reason():
     prompts = PromptSet("copy", PROMPTS[:1], [], 2)
     hybrid = Bench(build(*HYBRIDS["qwen3_5"], seed=1), ["none"])
-    *_, some = hybrid.run(prompts, 1)
-    assert [each.contestant for each in some] == [BASELINE, PLAIN]
+    assert [each.contestant for each in last(hybrid.run(prompts, 1))] == [BASELINE, PLAIN]
     assert "recurrent layers" in hybrid.refused["transformers prompt lookup"]
     model = tiny("llama")
     smaller = LlamaForCausalLM(LlamaConfig(**model.config.to_dict() | {"vocab_size": 40})).eval()
     pair = Bench(model, ["none"], LongContextConfig(draft_model=smaller))
-    *_, some = pair.run(prompts, 1)
-    assert [each.contestant for each in some] == [BASELINE, "transformers prompt lookup", PLAIN]
+    assert [each.contestant for each in last(pair.run(prompts, 1))] == [BASELINE, "transformers prompt lookup", PLAIN]
     assert pair.refused == {"transformers assisted": "transformers wants equal vocabularies, and these have 48 and 40"}
 
 
@@ -103,32 +91,25 @@ def test_a_contestant_that_cannot_be_built_or_run_is_named():
         raise ValueError("no room")
 
     with pytest.raises(ValueError, match="contestant bad: no room"):
-        measured({"bad": Contestant(fails)}, "t", [[[1]]], 4, 1)
+        last(measure({"bad": Contestant(fails)}, "t", [[[1]]], 4, 1))
 
 
-def test_speed_is_the_median_and_spread_the_extremes():
-    runs = [[Run([[1] * 10], seconds, 5) for seconds in (1.0, 2.0, 4.0)]]
-    one = Series("x", "t", runs)
-    assert one.tokens_per_second == 5
-    assert one.spread == (2.5, 10)
-    assert one.tokens_per_step == 2
+def one(*runs: tuple[list[int], float], name: str = "x", task: str = "t") -> Series:
+    """Of one prompt: each round's text and seconds, in five steps."""
+    return Series(name, task, [[Run([text], seconds, 5) for text, seconds in runs]])
 
 
-def test_texts_of_every_round_are_compared_and_counted():
-    def series(*texts: list[int]) -> Series:
-        return Series("x", "t", [[Run([text], 2.0, 1) for text in texts]])
-
-    assert series([1, 2], [1, 3], [1, 2]).same_texts(series([1, 2], [1, 2], [1, 2])) == 2 / 3
-    assert series([1], [1, 2, 3, 4], [1, 2, 3, 4]).tokens_per_second == 2
+def test_speed_is_the_median_and_spread_the_extremes_and_texts_of_every_round_are_compared():
+    found = one(*(([1] * 10, seconds) for seconds in (1.0, 2.0, 4.0)))
+    assert (found.tokens_per_second, found.spread, found.tokens_per_step) == (5, (2.5, 10), 2)
+    assert one(([1, 2], 2), ([1, 3], 2), ([1, 2], 2)).same_texts(one(*[([1, 2], 2)] * 3)) == 2 / 3
+    assert one(([1], 2), ([1, 2, 3, 4], 2), ([1, 2, 3, 4], 2)).tokens_per_second == 2
 
 
 def test_a_token_a_minute_is_a_figure_too():
-    """As behind a long prompt on a CPU, whose reading counts."""
-
-    def slow(name: str, task: str) -> Series:
-        return Series(name, task, [[Run([[1] * 16], seconds, 16) for seconds in (400.0, 900.0)]])
-
-    rows = report.summarise([slow(name, task) for task in ("a", "b") for name in (BASELINE, PLAIN)])
+    """As after a long prompt on a CPU, whose prefill counts."""
+    slow = ([1] * 16, 400.0), ([1] * 16, 900.0)
+    rows = report.summarise([one(*slow, name=name, task=task) for task in ("a", "b") for name in (BASELINE, PLAIN)])
     table = report.speed_table(rows)
     assert "| 0.025 tokens/s (0.018 to 0.04) |" in table and "1.00x (0.72 to 1.62)" in table and "geometric" in table
 
@@ -142,8 +123,8 @@ def test_a_warm_drafter_is_copied_without_the_model(monkeypatch):
     bench.generate([PROMPTS[0]], 20)
     monkeypatch.setattr(type(bench.engine.target), "__deepcopy__", lambda *given: pytest.fail("copied"), raising=False)
     warm = copy.deepcopy(trie_of(bench.engine.level))
-    *_, series = bench.run(PromptSet("copy", PROMPTS[:1], PROMPTS[:1], 20), 1)
-    assert report.summarise(series) and warm is not trie_of(bench.engine.level)
+    found = last(bench.run(PromptSet("copy", PROMPTS[:1], PROMPTS[:1], 20), 1))
+    assert report.summarise(found) and warm is not trie_of(bench.engine.level)
 
 
 def test_a_bench_that_was_ended_goes_on_where_it_was(tmp_path):
@@ -160,19 +141,23 @@ def test_a_bench_that_was_ended_goes_on_where_it_was(tmp_path):
         return Contestant(run)
 
     two, path = {name: contestant(name) for name in "ab"}, tmp_path / "new" / "turns.jsonl"
-    groups = [[[1, 2]], [[3]]]
+
+    def measured(contestants: dict[str, Contestant], length: int, rounds: int, resume: bool = True) -> list[Series]:
+        journal = Journal(path, {"dtype": "x"}, resume=resume)
+        return last(measure(contestants, "t", [[[1, 2]], [[3]]], length, rounds, journal))
+
     with pytest.raises(KeyboardInterrupt):  # two runs to warm up, three turns, and half a turn
-        measured(two, "t", groups, 9, 2, Journal(path, {"dtype": "x"}))
+        measured(two, 9, 2, resume=False)
     with path.open("a") as file:
         file.write('{"key": ["t", 1')  # what a process leaves that is killed as it writes
-    again = measured(two, "t", groups, 9, 2, Journal(path, {"dtype": "x"}, resume=True))
+    again = measured(two, 9, 2)
     assert len(runs) == 9 + 2 + 2
     assert [[run.seconds for run in rounds] for rounds in again[0].runs] == [[3.0, 8.0], [6.0, 12.0]]
-    measured(two, "t", groups, 9, 2, Journal(path, {"dtype": "x"}, resume=True))
+    measured(two, 9, 2)
     assert len(runs) == 13
-    measured(two | {"c": contestant("c")}, "t", groups, 9, 1, Journal(path, {"dtype": "x"}, resume=True))
+    measured(two | {"c": contestant("c")}, 9, 1)
     assert len(runs) == 13 + 3 + 6
-    measured(two, "t", groups, 8, 1, Journal(path, {"dtype": "x"}, resume=True))
+    measured(two, 8, 1)
     assert len(runs) == 22 + 2 + 4  # other texts
 
 
@@ -204,12 +189,9 @@ def test_a_bench_is_about_a_device_sources_and_the_model_s_files(tmp_path):
     tiny("llama").save_pretrained(model)
     before = about(str(model), "float32", "cpu")
     (model / "config.json").write_text((model / "config.json").read_text() + " ")
-    for other, one in (
-        (this, about("bundled", "float32", "cuda:0")),
-        (this, about("bundled", "float32", "cpu", tmp_path)),
-        (before, about(str(model), "float32", "cpu")),
-    ):
-        assert sum(other[name] != value for name, value in one.items()) == 1
+    others = about("bundled", "float32", "cuda:0"), about("bundled", "float32", "cpu", tmp_path)
+    for old, new in ((this, others[0]), (this, others[1]), (before, about(str(model), "float32", "cpu"))):
+        assert sum(old[name] != value for name, value in new.items()) == 1
 
 
 def test_a_report_that_is_not_written_to_its_end_leaves_the_old_one(series, tmp_path, monkeypatch):
@@ -234,14 +216,11 @@ def test_a_report_is_written_in_three_forms(series, tmp_path):
 
 
 def test_the_mean_over_tasks_is_geometric_and_of_those_who_were_in_all_of_them():
-    def row(task: str, contestant: str, speed_up: float, passes: float | None) -> report.Row:
-        return {"task": task, "contestant": contestant, "speed_up": speed_up, "tokens_per_second": speed_up * 10,
-                "tokens_per_step": passes}  # fmt: skip
-
-    rows = [row("a", "x", 2.0, 1.0), row("b", "x", 8.0, 4.0), row("a", "y", 1.0, None), row("b", "z", 3.0, 1.0)]
-    assert [(mean["contestant"], mean["speed_up"], mean["tokens_per_step"]) for mean in report.means(rows)] == [
-        ("x", 4.0, 2.0)
-    ]
+    told = ("a", "x", 2.0, 1.0), ("b", "x", 8.0, 4.0), ("a", "y", 1.0, None), ("b", "z", 3.0, 1.0)
+    names = ("task", "contestant", "speed_up", "tokens_per_step")
+    rows = [{**dict(zip(names, row, strict=True)), "tokens_per_second": row[2] * 10} for row in told]
+    (mean,) = report.means(rows)
+    assert (mean["contestant"], mean["speed_up"], mean["tokens_per_step"]) == ("x", 4.0, 2.0)
     assert report.means(rows[:1]) == []
     assert "| x | 2.00x | 8.00x | 4.00x |" in report.speed_table(rows)
     assert "| y | 1.00x | - | - |" in report.speed_table(rows)

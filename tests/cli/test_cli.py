@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +35,6 @@ from forerun.engine.engine import Engine
 from forerun.engine.result import Commit
 from forerun.models.loading.load import load
 from forerun.models.text.detokenize import Detokenizer
-from forerun.reference import bundled, demo_prompts
 
 pytestmark = pytest.mark.usefixtures("called_again")
 PROMPT = "again and again and"
@@ -73,9 +73,6 @@ def start(*arguments: object, **more: Any) -> Iterator[subprocess.Popen[bytes]]:
             process.kill()
 
 
-# --- help and errors
-
-
 def test_long_work_shows_how_far_it_is(monkeypatch):
     monkeypatch.setattr(terminal, "PATIENCE", 0.0)
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
@@ -86,13 +83,16 @@ def test_long_work_shows_how_far_it_is(monkeypatch):
     assert "loading m.gguf: 12 of 290" in console.file.getvalue()
 
 
+def program(*lines: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=120)
+
+
 def test_help_loads_neither_torch_nor_transformers_nor_numba():
-    program = (
-        "import sys\nfrom forerun.cli import app\napp(['generate', '--help'], standalone_mode=False)\n"
-        "heavy = {'torch', 'transformers', 'numba', 'numpy', 'tokenizers'} & set(sys.modules)\n"
-        "sys.exit(f'loaded: {heavy}' if heavy else 0)"
+    done = program(
+        "import sys; from forerun.cli import app; app(['generate', '--help'], standalone_mode=False)",
+        "heavy = {'torch', 'transformers', 'numba', 'numpy', 'tokenizers'} & set(sys.modules)",
+        "sys.exit(f'loaded: {heavy}' if heavy else 0)",
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "--max-new-tokens" in done.stdout
 
@@ -103,13 +103,12 @@ def test_help_loads_neither_torch_nor_transformers_nor_numba():
     ("sys.argv = ['forerun', '--version']", 0), ("sys.argv = ['forerun', 'generate']", 2),
 ])  # fmt: skip
 def test_a_command_ends_with_its_status_after_exit_handlers_and_before_modules_are_torn_down(command, status):
-    program = (
-        "import atexit, sys\nimport forerun.cli as cli\n"
-        "class Module:\n    def __del__(self):\n        print('torn down')\n"
-        f"kept = sys.modules['kept'] = Module()\n{command}\napp = cli.app\n"
-        "cli.app = lambda: (atexit.register(print, 'handled'), app())\ncli.main()"
+    done = program(
+        "import atexit, sys; import forerun.cli as cli",
+        "class Module:\n    def __del__(self): print('torn down')",
+        f"kept = sys.modules['kept'] = Module(); {command}; app = cli.app",
+        "cli.app = lambda: (atexit.register(print, 'handled'), app()); cli.main()",
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == status, done.stderr
     assert done.stdout.endswith("handled\n")
     assert ("ZeroDivisionError" in done.stderr) == ("1 / 0" in command)
@@ -117,11 +116,8 @@ def test_a_command_ends_with_its_status_after_exit_handlers_and_before_modules_a
 
 @pytest.mark.matrix
 def test_the_code_of_heads_is_loaded_only_with_a_head():
-    program = (
-        "import sys\nimport forerun.cli.generate\n"
-        "sys.exit('forerun.models.heads.loading' in sys.modules or 'forerun.models.heads.dflash' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 0
+    heads = "{f'forerun.models.heads.{name}' for name in ('loading', 'dflash')}"
+    assert program(f"import sys, forerun.cli.generate; sys.exit(bool({heads} & set(sys.modules)))").returncode == 0
 
 
 def test_version():
@@ -146,11 +142,8 @@ def test_version():
 ])  # fmt: skip
 def test_an_error_of_the_user_is_one_line_and_status_2(model, arguments, message):
     result = generate(model, *arguments)
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert result.stderr.startswith("error: ")
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert result.stderr.startswith("error: ") and message in result.stderr
 
 
 def test_a_missing_model_is_an_error_and_debug_raises_it():
@@ -160,16 +153,12 @@ def test_a_missing_model_is_an_error_and_debug_raises_it():
     assert isinstance(call("generate", "-m", "./nowhere", "-p", "a", "--debug").exception, ValueError)
 
 
-# --- generate
-
-
 def test_the_text_is_the_models_own_and_json_tells_all_about_it(model):
     decoder, tokenizer = load(model, "float64", device="cpu")
     ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
     expected = decoder.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :].tolist()
     report = as_json(generate(model, "-p", PROMPT, "--json"))
-    assert report["token_ids"] == expected
-    assert report["text"] == tokenizer.decode(expected)
+    assert (report["token_ids"], report["text"]) == (expected, tokenizer.decode(expected))
     assert report["prompt_tokens"] == ids.shape[1]
     assert (report["finish_reason"], report["seed"], report["drafter"]) == ("length", None, "auto")
     assert report["stats"]["tokens"] == len(report["drafted"]) == 24
@@ -184,8 +173,7 @@ def test_the_collector_does_not_look_at_what_a_command_has_loaded(model):
 
 def test_stats_go_to_stderr(model):
     result = generate(model, "-p", PROMPT, "--stats")
-    assert "tokens per step" in result.stderr and "loading" in result.stderr
-    assert "tokens" not in result.stdout
+    assert "tokens per step" in result.stderr and "loading" in result.stderr and "tokens" not in result.stdout
     assert generate(model, "-p", PROMPT).stderr == ""
 
 
@@ -201,10 +189,8 @@ def test_stop_strings_end_the_text(model):
     text = as_json(generate(model, "-p", PROMPT, "--json"))["text"]
     stop = next(character for character in text[5:] if character.isprintable() and character != "\ufffd")
     report = as_json(generate(model, "-p", PROMPT, "--stop", stop, "--json"))
-    assert report["finish_reason"] == "stop"
-    assert text.startswith(report["text"])
+    assert report["finish_reason"] == "stop" and text.startswith(report["text"]) and stop in report["text"]
     _, tokenizer = load(model)
-    assert stop in report["text"]
     assert stop not in tokenizer.decode(report["token_ids"][:-1])
 
 
@@ -258,41 +244,29 @@ def test_ctrl_c_keeps_what_was_generated(model, monkeypatch):
     monkeypatch.setattr(Engine, "run", interrupted)
     result = generate(model, "-p", PROMPT, "-d", "none", "--json")
     report = as_json(result)
-    assert result.exit_code == 130
-    assert report["finish_reason"] == "interrupted"
+    assert (result.exit_code, report["finish_reason"]) == (130, "interrupted")
     assert len(report["token_ids"]) == len(report["drafted"]) == 4
     shown = generate(model, "-p", PROMPT, "-d", "none")
     assert (shown.exit_code, shown.stdout) == (130, report["text"] + "\n")
 
 
 @pytest.mark.matrix
-def test_a_process_ends_with_130_on_sigint_and_shows_its_stats(model):
-    with start(
-        "generate", "-m", model, "--dtype", "float32", "-p", PROMPT, "-n", 2000, "-d", "none", "--stats"
-    ) as process:
+def test_a_process_ends_with_130_on_sigint_and_141_without_a_reader(model):
+    long = ("generate", "-m", model, "--dtype", "float32", "-n", 2000)
+    with start(*long, "-p", PROMPT, "-d", "none", "--stats") as process:
         first = process.stdout.read(1)
         process.send_signal(signal.SIGINT)
         rest, errors = process.communicate(timeout=60)
-        assert process.returncode == 130
-        assert (first + rest).endswith(b"\n")
-        assert b"tokens per second" in errors
-        assert b"Traceback" not in errors
-
-
-@pytest.mark.matrix
-def test_a_reader_that_goes_away_ends_it_quietly(model):
-    with start("generate", "-m", model, "--dtype", "float32", "-f", "-", "-n", 2000, stdin=subprocess.PIPE) as process:
+        assert process.returncode == 130 and (first + rest).endswith(b"\n")
+        assert b"tokens per second" in errors and b"Traceback" not in errors
+    with start(*long, "-f", "-", stdin=subprocess.PIPE) as process:  # a reader that goes away ends it quietly
         process.stdin.write(PROMPT.encode())
         process.stdin.close()
         process.stdout.read(1)
         process.stdout.close()
         errors = process.stderr.read()
         process.stderr.close()
-        assert process.wait(timeout=60) == 141
-        assert errors == b""
-
-
-# --- the text as it comes
+        assert process.wait(timeout=60) == 141 and errors == b""
 
 
 def pieces(tokenizer: PreTrainedTokenizerFast, prompt: list[int], tokens: list[int]) -> list[str]:
@@ -314,9 +288,7 @@ def test_characters_of_several_tokens_come_whole():
     tokenizer, text = small_tokenizer(), "naïve 中文 🎉 again"
     tokens = tokenizer(text)["input_ids"]
     shown = pieces(tokenizer, tokenizer("the")["input_ids"], tokens)
-    assert "".join(shown) == text
-    assert "中" in shown
-    assert "\ufffd" not in "".join(shown)
+    assert "".join(shown) == text and "中" in shown and "\ufffd" not in "".join(shown)
     assert pieces(tokenizer, tokens[:1], tokenizer("🎉")["input_ids"][:2])[-1] == "\ufffd"  # cut off inside
 
 
@@ -342,17 +314,13 @@ def test_generated_text_cannot_control_the_terminal():
     assert printable("a\x1b]0;title\x07b\tc\n") == "a\ufffd]0;title\ufffdb\tc\n"
 
 
-# --- audit
-
-
 def audit(model: str, *arguments: object) -> Result:
     return call("audit", "-m", model, "--device", "cpu", "-n", 12, *arguments)
 
 
 def test_an_audit_passes_and_says_in_which_dtype(model):
     result = audit(model, "-p", PROMPT, "-d", "trie", "-d", "lookup")
-    assert result.exit_code == 0, result.output
-    assert "audit in float64" in result.stdout
+    assert result.exit_code == 0 and "audit in float64" in result.stdout, result.output
     assert "All 14 texts are equal, token for token." in result.stdout  # one prompt, greedy beside two texts
     assert "'magic'" in audit(model, "-p", PROMPT, "-d", "magic").stderr
     assert "--prompt" in call("audit", "-m", model).stderr
@@ -361,10 +329,9 @@ def test_an_audit_passes_and_says_in_which_dtype(model):
 def test_an_audit_in_which_a_drafter_never_drafted_fails_and_its_table_is_whole(model):
     result = audit(model, "-p", PROMPT, "-d", "lookup", "-n", 1, "--seeds", 0)
     assert result.exit_code == 1, result.output
-    assert "texts had no draft" in result.stdout
-    assert "lookup never drafted" in result.stdout
-    for column in ("texts", "tokens", "accepted", "equal", "rounding", "different"):
-        assert column in result.stdout
+    columns = ("texts", "tokens", "accepted", "equal", "rounding", "different")
+    for said in ("texts had no draft", "lookup never drafted", *columns):
+        assert said in result.stdout
 
 
 def test_an_audit_fails_when_verification_is_broken(model, monkeypatch):
@@ -372,24 +339,17 @@ def test_an_audit_fails_when_verification_is_broken(model, monkeypatch):
     broken = ("-p", "again again again again", "-d", "lookup", "-n", 24, "--seeds", 0)
     result = audit(model, *broken, "--json")
     report = as_json(result)
-    assert result.exit_code == 1
-    assert not report["lossless"]
-    assert report["different"] >= 1
-    worst = report["divergences"][0]
-    assert {"drafter", "prompt", "position", "expected", "got", "margin", "allowance"} <= set(worst)
+    assert result.exit_code == 1 and not report["lossless"] and report["different"] >= 1
+    details = {"drafter", "prompt", "position", "expected", "got", "margin", "allowance"}
+    assert details <= set(report["divergences"][0])
     table = audit(model, *broken)
-    assert table.exit_code == 1
-    assert "margin" in table.stdout
-    assert "texts differ" in table.stdout
+    assert table.exit_code == 1 and "margin" in table.stdout and "texts differ" in table.stdout
 
 
 def test_an_audit_with_a_small_model_names_it_in_json(model):
     small = ("-d", "triforce", "--draft-model", model, "--seeds", 0, "--json")
     plan = as_json(audit(model, "-p", PROMPT, *small))["plan"]
     assert plan["settings"]["draft_model"] == model and plan["drafters"] == ["triforce"]
-
-
-# --- demo
 
 
 @pytest.fixture
@@ -407,17 +367,15 @@ def test_a_demo_shows_both_and_checks_that_they_are_equal():
         assert expected in result.stdout
     assert ESCAPE not in result.stdout
     wide = call("demo", "--repeats", 1, "--kind", "code", "--color", env={"COLUMNS": "120"})
-    assert ESCAPE in wide.stdout
-    assert "╭─" in wide.stdout
+    assert ESCAPE in wide.stdout and "╭─" in wide.stdout
     refused = call("demo", "--kind", "verse", env={"COLUMNS": "120"})  # typer draws a box
     assert refused.exit_code == 2 and "'verse' is not one of 'rag', 'code'" in refused.stderr
 
 
 @pytest.mark.usefixtures("small_demo")
 def test_a_warm_trie_needs_fewer_steps_and_json_has_both():
-    cold, warm = (as_json(call("demo", "--repeats", 2, "--json", *more)) for more in ((), ("--warm",)))
-    assert [prompt["kind"] for prompt in cold["prompts"]] == ["rag", "code"]
-    assert cold["equal"]
+    cold, warm = (as_json(call("demo", "--repeats", 1, "--json", *more)) for more in ((), ("--warm",)))
+    assert cold["equal"] and [prompt["kind"] for prompt in cold["prompts"]] == ["rag", "code"]
     assert cold["prompts"][0]["plain"]["tokens_per_step"] == 1
     assert warm["prompts"][1]["auto"]["tokens_per_step"] > cold["prompts"][1]["auto"]["tokens_per_step"]
 
@@ -430,19 +388,11 @@ def test_a_demo_whose_texts_differ_fails(monkeypatch):
     monkeypatch.setattr(TrieSource, "propose", wrong)
     monkeypatch.setattr(forerun.decoding.level, "verify", gullible)
     result = call("demo", "--repeats", 1, "--kind", "rag", "--color")
-    assert result.exit_code == 1
-    assert "the texts differ" in result.stdout
+    assert result.exit_code == 1 and "the texts differ" in result.stdout
 
 
 def test_the_bundled_demo_runs():
-    try:
-        bundled("target")
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-    if not all(prompt["prompt"] for prompt in demo_prompts()):
-        pytest.skip("the demonstration's prompts are not complete")
-    result = call("demo", "--repeats", 1, "--max-new-tokens", 12, "--json")
-    assert as_json(result)["equal"]
+    assert as_json(call("demo", "--repeats", 1, "--max-new-tokens", 12, "--json"))["equal"]
 
 
 def test_generate_keeps_long_prompts_and_a_wrong_size_is_refused(tmp_path):
@@ -463,17 +413,11 @@ def test_a_shell_completes_commands_and_options():
     assert "--install-completion" in call("--help").output
 
 
-class FakeCompilation:
-    waited = 0
-
-    def wait(self, progress: object) -> None:
-        type(self).waited += 1
-
-
-def test_it_compiles_a_models_passes_and_waits_for_the_trie(tmp_path, monkeypatch):
+def test_it_compiles_a_models_passes_and_waits_for_the_trie(model, tmp_path, monkeypatch):
+    waited: list[object] = []
     monkeypatch.setattr(command, "compiled_before", lambda: False)
-    monkeypatch.setattr(command, "Compilation", FakeCompilation)
-    result = CliRunner().invoke(app, ["compile", "-m", str(save_model(tmp_path / "model"))])
+    monkeypatch.setattr(command, "Compilation", lambda: SimpleNamespace(wait=waited.append))
+    result = call("compile", "-m", model)
     assert result.exit_code == 0, result.output
-    assert "compiled in" in result.stderr and FakeCompilation.waited == 1
-    assert CliRunner().invoke(app, ["compile", "-m", str(tmp_path / "none")]).exit_code == 2
+    assert "compiled in" in result.stderr and len(waited) == 1
+    assert call("compile", "-m", tmp_path / "none").exit_code == 2

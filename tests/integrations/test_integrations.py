@@ -16,7 +16,6 @@ from recorded_engines import Asked, Llama, Runner, vllm_config
 
 import forerun
 from forerun.integrations.branch_drafter import best_branch
-from forerun.integrations.draft_settings import DraftSettings
 from forerun.integrations.vllm import ForerunProposer
 from forerun.trie.trie import Draft
 from forerun.trie.trie_file import TrieFileError
@@ -62,19 +61,21 @@ def under_way(proposer: ForerunProposer) -> int:
     return len(proposer._drafter.texts)
 
 
-# --- without what the engines pin
+def kept(file: Path, *requests: Asked, **config: Any) -> ForerunProposer:
+    """A proposer with this trie file, which has served these requests and closed."""
+    settings = {"trie": str(file), "namespace": "shop"} | config.pop("settings", {})
+    proposer = ForerunProposer(vllm_config(settings=settings, **config))
+    served(proposer, *requests)
+    proposer.close()
+    return proposer
 
 
 def test_it_drafts_where_torch_and_transformers_cannot_be_imported():
     paths = [str(Path(forerun.__file__).parent.parent), str(Path(__file__).parent)]
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}\n{WITHOUT_TORCH}"], capture_output=True, text=True
-    )
+    program = f"import sys; sys.path[:0] = {paths!r}\n{WITHOUT_TORCH}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 16
-
-
-# --- the contract of vLLM
 
 
 def test_the_signature_is_the_one_that_vllm_calls():
@@ -136,10 +137,8 @@ def test_nothing_is_drafted_beyond_the_limits():
 
 @pytest.mark.parametrize("length", [62, 63, 64])
 def test_at_the_end_of_the_room_there_is_at_most_what_fits(length):
-    runner = Runner(ForerunProposer(vllm_config(most=5, room=64)), room=64)
-    request = Asked([1, 2] * 40, [1, 2])
-    request.prompt = request.prompt[: length - 1]
-    request.answer = [1 + (length - 1) % 2]
+    runner, text = Runner(ForerunProposer(vllm_config(most=5, room=64)), room=64), [1, 2] * 40
+    request = Asked(text[: length - 1], text[length - 1 : length])
     runner.add(request)
     runner.step()
     assert len(request.draft) == max(0, 63 - length)
@@ -162,10 +161,13 @@ def test_requests_that_move_between_rows_are_followed_and_never_mixed_up():
     rng = np.random.default_rng(10)
     proposer = ForerunProposer(vllm_config(settings={"share": False, "least_probability": 0}))
     runner = Runner(proposer)
-    waiting = [Asked([], words(seed, 7, 100 * seed, 100 * seed + 100) * int(rng.integers(3, 9))) for seed in range(30)]
-    for seed, request in enumerate(waiting):
-        request.prompt = words(100 + seed, int(rng.integers(1, 9)), 100 * seed, 100 * seed + 100)
-    everyone = list(waiting)
+
+    def part(seed: int, number: int, length: int) -> list[int]:
+        return words(seed, length, 100 * number, 100 * number + 100)
+
+    everyone = [Asked(part(100 + n, n, int(rng.integers(1, 9))), part(n, n, 7) * int(rng.integers(3, 9)))
+                for n in range(30)]  # fmt: skip
+    waiting = list(everyone)
     while waiting or runner.rows:
         while waiting and len(runner.rows) < 6:
             runner.add(waiting.pop())
@@ -229,9 +231,6 @@ def test_another_contract_is_told_of():
     assert under_way(proposer) == 0
 
 
-# --- settings
-
-
 @pytest.mark.parametrize(("settings", "message"), [
     ({"names": "x"}, "no setting 'names'; allowed: namespace, share, trie"),
     (["x"], r"settings are \['x'\]; allowed: an object"), ({"namespace": 3}, "namespace is 3; allowed: a string"),
@@ -260,67 +259,39 @@ def test_wrong_limits_and_prompts_without_tokens_are_refused():
 
 
 def test_a_trie_file_outlives_the_engine(tmp_path):
-    settings, answer = {"trie": str(tmp_path / "x.trie"), "namespace": "shop", "save_seconds": 1000}, words(21, 60)
-    first = ForerunProposer(vllm_config(settings=settings))
-    served(first, Asked([1], answer))
-    first.close()
-    request = Asked([2], answer)
-    second = ForerunProposer(vllm_config(settings=settings | {"save_seconds": 0}))
-    assert learned(second, "shop") == [answer]
-    served(second, request)
+    file, answer, request = tmp_path / "x.trie", words(21, 60), Asked([2], words(21, 60))
+    kept(file, Asked([1], answer), settings={"save_seconds": 1000})
+    assert learned(kept(file, settings={"save_seconds": 0}), "shop") == [answer]
+    kept(file, request, settings={"save_seconds": 0})
     assert request.accepted > 40
     with pytest.raises(TrieFileError, match="another vocabulary"):
-        ForerunProposer(vllm_config(settings=settings, tokenizer="c/d"))
-    ForerunProposer(vllm_config(settings=settings | {"vocabulary": ""}, tokenizer="c/d")).close()
+        kept(file, tokenizer="c/d")
+    kept(file, settings={"vocabulary": ""}, tokenizer="c/d")  # what is told comes before the default
+    file.write_bytes(b"nothing")
+    with pytest.raises(TrieFileError, match="is not a trie file"):
+        kept(file)
 
 
 def test_one_process_of_an_engine_saves(tmp_path):
     file = tmp_path / "x.trie"
-    parallel: dict[str, Any]
-    for parallel in ({"rank": 1, "tensor_parallel_size": 2}, {"data_parallel_rank": 1}):
-        proposer = ForerunProposer(vllm_config(settings={"trie": str(file)}, **parallel))
-        served(proposer, Asked([1], words(22, 20)))
-        proposer.close()
-        assert not file.exists()
-    proposer = ForerunProposer(vllm_config(settings={"trie": str(file)}, rank=2, tensor_parallel_size=2))
-    proposer.close()
-    assert file.exists()
-
-
-def test_a_damaged_trie_file_is_refused(tmp_path):
-    (tmp_path / "x.trie").write_bytes(b"nothing")
-    with pytest.raises(TrieFileError, match="is not a trie file"):
-        ForerunProposer(vllm_config(settings={"trie": str(tmp_path / "x.trie")}))
+    for rank, size, of_data, saves in ((1, 2, 0, False), (0, 1, 1, False), (2, 2, 0, True)):
+        kept(file, Asked([1], words(22, 20)), rank=rank, tensor_parallel_size=size, data_parallel_rank=of_data)
+        assert file.exists() == saves
 
 
 def test_tokens_that_the_model_does_not_have_are_not_drafted(tmp_path):
-    settings = {"trie": str(tmp_path / "x.trie")}
-    first = ForerunProposer(vllm_config(settings=settings))
-    served(first, Asked([1], [10, 11, 12, 13, 60_000, 14, 15]))
-    first.close()
     request = Asked([2], [10, 11, 3])
-    served(ForerunProposer(vllm_config(settings=settings)), request)
+    for each in (Asked([1], [10, 11, 12, 13, 60_000, 14, 15]), request):
+        kept(tmp_path / "x.trie", each)
     assert request.drafts[0] == [11, 12, 13]
     assert 60_000 not in {token for draft in request.drafts for token in draft}
 
 
-# --- the best branch
-
-
 def test_the_best_branch_is_the_one_of_which_most_is_expected():
-    draft = Draft(
-        np.array([1, 2, 3, 4, 5]),
-        np.array([-1, -1, 1, 2, 3]),
-        np.array([0.5, 0.4, 0.35, 0.3, 0.1]),
-        np.zeros(5, np.int8),
-    )
-    assert best_branch(draft) == [2, 3, 4, 5]
-    assert best_branch(draft.cut(4)) == [2, 3, 4]
-    assert best_branch(draft.cut(1)) == [1]
-    assert best_branch(draft.cut(0)) == []
-
-
-# --- llama-cpp-python
+    parents, probabilities = np.array([-1, -1, 1, 2, 3]), np.array([0.5, 0.4, 0.35, 0.3, 0.1])
+    draft = Draft(np.array([1, 2, 3, 4, 5]), parents, probabilities, np.zeros(5, np.int8))
+    for size, best in ((5, [2, 3, 4, 5]), (4, [2, 3, 4]), (1, [1]), (0, [])):
+        assert best_branch(draft.cut(size)) == best
 
 
 @pytest.fixture
@@ -381,8 +352,3 @@ def test_settings_of_llama_cpp(llama, tmp_path):
     again = Llama(llama.ForerunDraft(trie=tmp_path / "x.trie", save_seconds=0))
     assert list(again.generate([3, 4], answer)) == answer
     assert again.accepted > 30
-
-
-def test_settings_are_what_was_told_over_the_defaults():
-    assert DraftSettings.from_values({"vocabulary": "x"}, vocabulary="y").vocabulary == "x"
-    assert DraftSettings.from_values({}, vocabulary="y").vocabulary == "y"

@@ -160,9 +160,6 @@ def test_a_mask_is_that_of_the_tree():
     assert rows.tokens[:, 0].tolist() == [0, 8, 16, 24, 32]
 
 
-# --- the contract
-
-
 def test_sglang_finds_the_plug_in_by_its_entry_point():
     project = tomllib.loads((Path(forerun.__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["sglang.srt.plugins"] == {"forerun": "forerun.integrations.sglang:register"}

@@ -41,20 +41,16 @@ from forerun.server.settings import ServerSettings
 from forerun.server.tenants import ApiKeys
 
 BOOK = "It was a bright cold day, and the clocks were striking. " * 200
+TURNS = [{"role": role, "content": said} for role, said in (("user", BOOK), ("assistant", "Yes."), ("user", "Why?"))]
 
 
 def body(prompt: Any, **more: Any) -> bytes:
     return json.dumps({"model": "m", "prompt": prompt, **more}).encode()
 
 
-# who is asked
-
-
 def test_requests_share_as_many_digests_as_they_share_blocks():
-    first, second = (
-        digests("a", body(BOOK + "Who?")),
-        digests("a", body(BOOK[: 3 * BLOCK_CHARACTERS] + "x" * 2 * BLOCK_CHARACTERS)),
-    )
+    first = digests("a", body(BOOK + "Who?"))
+    second = digests("a", body(BOOK[: 3 * BLOCK_CHARACTERS] + "x" * 2 * BLOCK_CHARACTERS))
     assert len(first) == 1 + len(BOOK + "Who?") // BLOCK_CHARACTERS and len(second) == 6
     assert first[:4] == second[:4] and first[4] != second[4]
     assert digests("a", body("short")) == first[:1]
@@ -67,7 +63,7 @@ def test_nobody_shares_a_digest_with_another_tenant_or_namespace(other):
 
 
 @pytest.mark.parametrize("wrong", [b"", b"{", b"[1]", b'"x"', b'{"forerun": 3}', b"[" * 100_000])
-def test_what_is_refused_later_has_no_beginnings(wrong):
+def test_what_is_refused_later_has_no_digests(wrong):
     assert digests("a", wrong) == []
 
 
@@ -76,21 +72,16 @@ def test_half_a_character_is_no_obstacle():
     assert len(digests("a", asked)) == 2
 
 
-def test_conversations_and_token_ids_have_beginnings_too():
-    turns = [{"role": "user", "content": BOOK}, {"role": "assistant", "content": "Yes."}]
-    first = digests("a", json.dumps({"messages": turns[:1]}).encode())
-    later = digests("a", json.dumps({"messages": [*turns, {"role": "user", "content": "Why?"}]}).encode())
-    assert len(first) > 9 and later[: len(first) - 1] == first[:-1]
-    for name in ("input", "instructions", "system"):
-        assert (
-            digests("a", json.dumps({name: BOOK}).encode())[:8]
-            == digests("a", json.dumps({name: BOOK + "!"}).encode())[:8]
-        )
-    ids = list(range(2000))
-    assert digests("a", body(ids))[:8] == digests("a", body([*ids, 5]))[:8]
+@pytest.mark.parametrize(("name", "first", "later"), [
+    ("messages", TURNS[:1], TURNS), ("prompt", list(range(2000)), [*range(2000), 5]),
+    *((name, BOOK, BOOK + "!") for name in ("input", "instructions", "system")),
+], ids=lambda value: value if isinstance(value, str) and len(value) < 20 else "")  # fmt: skip
+def test_what_begins_equally_shares_digests_in_every_field(name, first, later):
+    short, long = (digests("a", json.dumps({name: value}).encode()) for value in (first, later))
+    assert len(short) > 8 and short[:-1] == long[: len(short) - 1]
 
 
-def test_the_longest_beginning_is_preferred_and_a_busy_replica_is_not():
+def test_the_longest_prefix_is_preferred_and_a_busy_replica_is_not():
     places: PrefixReaders[str] = PrefixReaders()
     long, short = digests("a", body(BOOK)), digests("a", body(BOOK[:BLOCK_CHARACTERS]))
     places.remember(long, "one")
@@ -101,16 +92,12 @@ def test_the_longest_beginning_is_preferred_and_a_busy_replica_is_not():
     assert preferred(digests("b", body(BOOK)), everyone, places, lambda each: 0, 4) == []
     places.keep(["two"])
     assert preferred(long, everyone, places, lambda each: 0, 4) == ["two"]
+    namespace = digests("a", body("Why?"))  # alone it is a reason for an idle replica only
+    assert preferred(namespace, everyone, places, lambda each: 0, 4) == ["two"]
+    assert preferred(namespace, everyone, places, lambda each: 1, 4) == []
 
 
-def test_a_namespace_alone_is_a_reason_for_an_idle_replica_only():
-    places: PrefixReaders[str] = PrefixReaders()
-    places.remember(digests("a", body("Who?")), "one")
-    assert preferred(digests("a", body("Why?")), ["one", "two"], places, lambda each: 0, 4) == ["one"]
-    assert preferred(digests("a", body("Why?")), ["one", "two"], places, lambda each: 1, 4) == []
-
-
-def test_the_least_recently_used_beginnings_are_forgotten():
+def test_the_least_recently_used_digests_are_forgotten():
     places: PrefixReaders[str] = PrefixReaders(limit=3)
     places.remember([b"1", b"2"], "one")
     places.remember([b"1", b"3"], "two")
@@ -118,20 +105,24 @@ def test_the_least_recently_used_beginnings_are_forgotten():
     assert places.depth([b"1"], "one") == 1 and places.depth([b"2"], "one") == 0
 
 
-# what they learn
-
-
 def text(*tokens: int, namespace: str = "a/default") -> LearnedText:
     return LearnedText.of(namespace, np.array(tokens))
+
+
+def news(exchange: Exchange, replica: str, since: int = 0, metrics: str = "") -> list[list[int]]:
+    return [each.ids for each in exchange.trade(replica, [], since, metrics).texts]
+
+
+def client_of(exchange: Exchange, learn: Any = lambda *new: None, seconds: float = 60) -> ExchangeClient:
+    return ExchangeClient(lambda texts, since: exchange.trade("one", texts, since, ""), learn, seconds)
 
 
 def test_each_gets_what_others_handed_in_once():
     exchange = Exchange()
     assert exchange.trade("one", [text(1, 2)], 0, "m 1") == ExchangeUpdate([], 1)
-    news = exchange.trade("two", [text(3)], 0, "m 2")
-    assert [each.ids for each in news.texts] == [[1, 2]] and news.until == 2
-    assert exchange.trade("two", [], news.until, "m 3").texts == []
-    assert [each.ids for each in exchange.trade("one", [], 1, "m 4").texts] == [[3]]
+    assert exchange.trade("two", [text(3)], 0, "m 2") == ExchangeUpdate([text(1, 2)], 2)
+    assert news(exchange, "two", 2, "m 3") == []
+    assert news(exchange, "one", 1, "m 4") == [[3]]
     assert exchange.metrics() == {"one": "m 4", "two": "m 3"}
 
 
@@ -149,25 +140,21 @@ def test_a_replica_that_is_silent_for_long_is_no_longer_shown():
 def test_the_exchange_keeps_so_many_bytes_and_a_new_one_begins_anew():
     exchange = Exchange(limit=2 * text(1).nbytes)
     exchange.trade("one", [text(1), text(2), text(3)], 0, "")
-    assert [each.ids for each in exchange.trade("new", [], 0, "").texts] == [[2], [3]]
+    assert news(exchange, "new") == [[2], [3]]
     restarted = Exchange()
     restarted.trade("one", [text(9)], 3, "")
-    assert [each.ids for each in restarted.trade("two", [], 3, "").texts] == [[9]]
+    assert news(restarted, "two", 3) == [[9]]
 
 
 def test_texts_are_learned_in_slices_for_which_streams_wait_only_shortly():
-    exchange, learned = Exchange(), []
-    one = ExchangeClient(
-        lambda texts, since: exchange.trade("one", texts, since, ""), lambda *new: learned.append(new), 60
-    )
-    half = [7] * (LEARNED_TOKENS // 2)
+    exchange, learned, half = Exchange(), list[list[list[int]]](), [7] * (LEARNED_TOKENS // 2)
     exchange.trade("two", [text(*half), text(*half), text(3), text(*half * 3), text(4)], 0, "")
-    one.trade_once()
-    assert [[len(row) for row in rows] for _, rows in learned] == [
-        [LEARNED_TOKENS // 2] * 2,
-        [1],
-        [LEARNED_TOKENS // 2 * 3],
-        [1],
+    client_of(exchange, lambda _, rows: learned.append(rows)).trade_once()
+    assert [[len(row) / len(half) for row in rows] for rows in learned] == [
+        [1, 1],
+        [1 / len(half)],
+        [3],
+        [1 / len(half)],
     ]
 
 
@@ -180,16 +167,14 @@ def ended(*tokens: int, **more: Any) -> Request:
 
 def test_a_trader_hands_in_what_ended_and_learns_what_is_new():
     exchange, learned = Exchange(), []
-    one = ExchangeClient(
-        lambda texts, since: exchange.trade("one", texts, since, ""), lambda *new: learned.append(new), 60
-    )
+    one = client_of(exchange, lambda *new: learned.append(new))
     one.add(ended(1, 2, namespace="a/x"))
     one.add(ended(7, namespace="a/x", budget=0))  # a text without drafts teaches nothing
     one.trade_once()
     exchange.trade("two", [text(3), text(4), text(5, namespace="b/y")], 0, "")
     one.trade_once()
     one.trade_once()
-    assert [each.ids for each in exchange.trade("new", [], 0, "").texts] == [[1, 2], [3], [4], [5]]
+    assert news(exchange, "new") == [[1, 2], [3], [4], [5]]
     assert learned == [("a/default", [[3], [4]]), ("b/y", [[5]])]
 
 
@@ -200,7 +185,7 @@ def test_texts_that_cannot_be_learned_do_not_end_the_trade(caplog):
         learned.append(sequences)
         raise LookupError("broken")
 
-    trader = ExchangeClient(lambda texts, since: exchange.trade("one", texts, since, ""), learn, 0.01)
+    trader = client_of(exchange, learn, 0.01)
     trader.start()
     for token in (1, 2):
         exchange.trade("two", [text(token)], 0, "")
@@ -225,10 +210,7 @@ def test_texts_wait_until_the_exchange_is_there_again_and_take_so_much_memory(mo
     assert "cannot be reached" in caplog.text
     there = True
     trader.trade_once()
-    assert [each.ids for each in exchange.trade("two", [], 0, "").texts] == [[2], [3]]
-
-
-# one may die
+    assert news(exchange, "two") == [[2], [3]]
 
 
 class GoneError(Exception):
@@ -256,8 +238,7 @@ class Replicas:
             self.closed += 1
 
 
-def head(kind: str = "text/event-stream", status: int = 200) -> ResponseHead:
-    return ResponseHead(status, [(b"content-type", kind.encode())], "one")
+HEAD = ResponseHead(200, [(b"content-type", b"text/event-stream")], "one")
 
 
 def ask(
@@ -294,40 +275,28 @@ def told(sent: list[Message]) -> bytes:
     return b"".join(message.get("body", b"") for message in sent[1:])
 
 
-def test_an_answer_is_handed_on():
-    replicas = Replicas([head(), b"a", b"b"])
-    sent = ask(replicas)
+def code_of(said: bytes) -> str:
+    return str(json.loads(said.removeprefix(b"data: "))["error"]["code"])
+
+
+def test_an_answer_is_handed_on_and_the_key_is_not():
+    replicas = Replicas([HEAD, b"a", b"b"])
+    sent = ask(replicas, headers=[(b"authorization", b"Bearer secret"), (b"x-other", b"1")])
     assert told(sent) == b"ab" and (b"x-forerun-replica", b"one") in sent[0]["headers"]
-    assert replicas.asked[0].beginnings == digests("key-a", body(BOOK))
+    (asked,) = replicas.asked
+    assert asked.beginnings == digests("key-a", body(BOOK))
+    assert list(asked.headers) == [(b"x-other", b"1")] and asked.tenant == "key-a"
 
 
 def test_who_asks_does_not_notice_a_replica_that_dies_before_the_first_word():
-    replicas = Replicas([GoneError()], [head(), GoneError()], [head(), b"a"])
+    replicas = Replicas([GoneError()], [HEAD, GoneError()], [HEAD, b"a"])
     assert told(ask(replicas)) == b"a" and len(replicas.asked) == 3
 
 
-def test_an_answer_that_began_ends_with_an_error():
-    sent = ask(Replicas([head(), b"data: 1\n\n", GoneError()], [head(), b"never"]))
-    first, last = told(sent).split(b"\n\n")[:2]
-    assert first == b"data: 1" and json.loads(last.removeprefix(b"data: "))["error"]["code"] == "replica_lost"
-
-
-def test_a_replica_that_comes_back_is_judged_anew():
-    suspects = Suspects()
-    suspects.begin(b"first", "one")
-    suspects.die(b"first", "one")
-    suspects.end(b"first", "one")
-    crowd = [b"a", b"b", b"c"]
-    for request in crowd:
-        suspects.begin(request, "one")
-    for request in crowd:
-        suspects.die(request, "one")
-        suspects.end(request, "one")
-    assert suspects.blamed(b"first") and not any(map(suspects.blamed, crowd))
-
-
-def test_a_stream_of_anthropic_s_ends_with_an_error_that_its_clients_see():
-    sent = ask(Replicas([head(), b"data: 1\n\n", GoneError()]), path="/v1/messages")
+def test_an_answer_that_began_ends_with_an_error_in_its_clients_shape():
+    first, last = told(ask(Replicas([HEAD, b"data: 1\n\n", GoneError()], [HEAD, b"never"]))).split(b"\n\n")[:2]
+    assert first == b"data: 1" and code_of(last) == "replica_lost"
+    sent = ask(Replicas([HEAD, b"data: 1\n\n", GoneError()]), path="/v1/messages")
     name, data = told(sent).split(b"\n\n")[1].split(b"\n")
     assert name == b"event: error" and json.loads(data.removeprefix(b"data: "))["error"]["type"] == "overloaded_error"
 
@@ -335,7 +304,7 @@ def test_a_stream_of_anthropic_s_ends_with_an_error_that_its_clients_see():
 def test_after_so_many_deaths_a_request_is_given_up():
     replicas = Replicas(*[[GoneError()] for _ in range(MAX_REPLICAS_TRIED + 1)])
     sent = ask(replicas)
-    assert sent[0]["status"] == 503 and json.loads(told(sent))["error"]["code"] == "replica_lost"
+    assert sent[0]["status"] == 503 and code_of(told(sent)) == "replica_lost"
     assert len(replicas.asked) == MAX_REPLICAS_TRIED
     kept = weakref.ref(replicas.asked[0])
     replicas.asked.clear()
@@ -344,30 +313,36 @@ def test_after_so_many_deaths_a_request_is_given_up():
 
 
 def test_a_request_that_took_a_replica_down_is_not_tried_again():
-    replicas = Replicas(["one", GoneError()], ["two", head(), b"never"])
-    assert json.loads(told(ask(replicas)))["error"]["code"] == "replica_killed" and len(replicas.asked) == 1
+    replicas = Replicas(["one", GoneError()], ["two", HEAD, b"never"])
+    assert code_of(told(ask(replicas))) == "replica_killed" and len(replicas.asked) == 1
+
+
+def test_a_request_is_blamed_if_it_was_alone_when_its_replica_died():
     suspects = Suspects()
-    for request in (b"good", b"bad"):  # who did it is not known yet: each is tried once more
-        suspects.begin(request, "one")
-    for request in (b"good", b"bad"):
-        suspects.die(request, "one")
-        suspects.end(request, "one")
-        assert not suspects.blamed(request)
+
+    def die(replica: str, *requests: bytes) -> list[bool]:
+        for request in requests:
+            suspects.begin(request, replica)
+        for request in requests:
+            suspects.die(request, replica)
+            suspects.end(request, replica)
+        return [suspects.blamed(request) for request in requests]
+
+    assert die("one", b"first") == [True]
+    assert die("one", b"good", b"bad", b"more") == [False] * 3  # the replica came back; each is tried once more
     suspects.begin(b"good", "two")
-    suspects.begin(b"bad", "three")
-    suspects.die(b"bad", "three")
-    assert suspects.blamed(b"bad") and not suspects.blamed(b"good")
-    for request in (b"twice", b"twice", b"other"):  # two clients ask the same
-        suspects.begin(request, "four")
-    for request in (b"twice", b"twice", b"other"):
-        suspects.die(request, "four")
-    assert not suspects.blamed(b"twice")
+    assert die("three", b"bad") == [True] and not suspects.blamed(b"good")
+    assert die("four", b"twice", b"twice", b"other")[0] is False  # two clients ask for one thing
 
 
-def test_keys_do_not_travel_on():
-    replicas = Replicas([head(), b"a"])
-    ask(replicas, headers=[(b"authorization", b"Bearer secret"), (b"x-other", b"1")])
-    assert list(replicas.asked[0].headers) == [(b"x-other", b"1")] and replicas.asked[0].tenant == "key-a"
+def served(app: Any, method: str = "POST", tenant: str = "") -> None:
+    """Let a replica's application answer a request to its end."""
+
+    async def run() -> None:
+        async for _ in responses(app, ForwardedRequest(method, "/", b"", [], b"body", tenant)):
+            pass
+
+    asyncio.run(run())
 
 
 def test_a_replica_takes_the_tenant_from_the_front():
@@ -377,12 +352,7 @@ def test_a_replica_takes_the_tenant_from_the_front():
         seen.append(scope["state"]["tenant"])
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
-    async def run() -> None:
-        guard = GuardMiddleware(app, ApiKeys(["a", "b"]), 1000)
-        async for _ in responses(guard, ForwardedRequest("POST", "/", b"", [], b"body", "key-of-a")):
-            pass
-
-    asyncio.run(run())
+    served(GuardMiddleware(app, ApiKeys(["a", "b"]), 1000), tenant="key-of-a")
     assert seen == ["key-of-a"]
 
 
@@ -395,7 +365,7 @@ def test_all_that_ray_calls_a_loss_is_one():
 
 
 def test_a_client_that_goes_ends_its_request():
-    replicas = Replicas([head(), b"a", None])
+    replicas = Replicas([HEAD, b"a", None])
     ask(replicas, gone=True)
     assert replicas.closed == 1
 
@@ -427,15 +397,8 @@ def test_an_applications_failure_is_raised():
     async def app(scope: Any, receive: Any, send: Any) -> None:
         raise LookupError("broken")
 
-    async def run() -> None:
-        async for _ in responses(app, ForwardedRequest("GET", "/", b"", [], b"")):
-            pass
-
     with pytest.raises(LookupError, match="broken"):
-        asyncio.run(run())
-
-
-# what they get of a cluster
+        served(app)
 
 
 @pytest.mark.parametrize(
@@ -463,9 +426,6 @@ def test_each_replica_gets_a_gpu_where_there_are_any():
 def test_settings_that_replicas_do_not_have_are_refused(wrong, says):
     with pytest.raises(ValueError, match=says):
         cluster.check(ServerSettings(ray=True, **wrong))
-
-
-# on Ray
 
 
 @pytest.fixture(scope="module")

@@ -73,8 +73,8 @@ def test_a_required_call_follows_its_schema_and_costs_few_steps(client):
     assert choice.finish_reason == "tool_calls" and choice.message.content is None
     (call,) = choice.message.tool_calls or ()
     assert call.type == "function" and call.id.startswith("call_")
-    arguments = json.loads(call.function.arguments)
-    assert call.function.name in ("get_weather", "add") and all(isinstance(key, str) for key in arguments)
+    required = {tool["function"]["name"]: tool["function"]["parameters"]["required"] for tool in TOOLS}
+    assert set(required[call.function.name]) <= set(json.loads(call.function.arguments))
     assert answer.usage.model_dump()["forerun"]["steps"] * 2 < answer.usage.completion_tokens
 
 
@@ -259,6 +259,7 @@ def test_echo_scores_a_prompt_as_the_model_does(engine, client):
     (choice,) = answer.choices
     assert choice.logprobs.token_logprobs is not None
     assert choice.logprobs.token_logprobs[0] is None
+    assert max(choice.logprobs.top_logprobs[1].values()) >= choice.logprobs.token_logprobs[1]
     own = torch.tensor(choice.logprobs.token_logprobs[1 : len(ids)])
     torch.testing.assert_close(own.double(), wanted, atol=1e-4, rtol=1e-4)
     assert len(choice.logprobs.tokens or ()) == len(ids) + 4 == len(choice.logprobs.text_offset or ())

@@ -18,7 +18,8 @@ import httpx
 import numpy as np
 import pytest
 from support.bundled import bundled
-from support.live_server import PATIENCE, Json, LiveServer, free_socket, ready, text_of, until
+from support.live_server import PATIENCE, Json, LiveServer, bundled_engine, free_socket, ready, text_of, until
+from support.processes import status_of_a_child
 
 from forerun.cli import serve
 from forerun.cli.serve_options import ServeOptions
@@ -46,7 +47,12 @@ def texts(trie: Trie, name: str) -> list[list[int]]:
     return [each.tolist() for each in trie.snapshot(name)[0]]
 
 
-# --- the limit
+def warmed(trie: Trie | None = None, **seeds: list[int]) -> Trie:
+    """A trie with texts in these namespaces."""
+    trie = trie or Trie()
+    for name, each in seeds.items():
+        trie.warm(name, [text(seed) for seed in each])
+    return trie
 
 
 def within(trie: Trie, limit: int) -> bool:
@@ -112,9 +118,6 @@ def test_a_limit_without_room_is_refused():
         Trie().bound(5, 1)
 
 
-# --- the folder
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Folder]:
     made = Folder(tmp_path / "index", "v")
@@ -140,29 +143,22 @@ def stamps(folder: Folder) -> dict[str, tuple[int, int]]:
 
 
 def test_only_what_changed_is_written_and_what_is_gone_is_removed(folder):
-    trie = Trie(TrieConfig(namespaces=3))
-    trie.warm("a", [text(1), text(2)])
-    trie.warm("b", [text(3)])
+    trie = warmed(Trie(TrieConfig(namespaces=3)), a=[1, 2], b=[3])
     trie.begin(0, "c", [1, 2, 3])  # nothing is written in it yet
     assert folder.save(trie) == 2
     before = stamps(folder)
     assert folder.save(trie) == 0 and stamps(folder) == before
     trie.extend(0, [7, 8])
     trie.extend(0, [])
-    trie.warm("b", [text(4)])
-    assert folder.save(trie) == 2 and len(stamps(folder).items() & before.items()) == 1
-    trie.warm("d", [text(5)])
-    assert folder.save(trie) == 1
+    assert folder.save(warmed(trie, b=[4])) == 2 and len(stamps(folder).items() & before.items()) == 1
+    assert folder.save(warmed(trie, d=[5])) == 1
     assert contents(folder) == {"b": [text(3), text(4)], "c": [[7, 8]], "d": [text(5)]}
     assert folder.path.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in folder.path.glob("*.trie")} == {0o600}
 
 
 def test_what_was_read_is_written_again_only_after_a_change(folder):
-    before = Trie()
-    before.warm("a", [text(1)])
-    before.warm("b", [text(2)])
-    folder.save(before)
+    folder.save(warmed(a=[1], b=[2]))
     again, trie = reopened(folder), Trie()
     for content in again.read():
         for name, each in content.namespaces.items():
@@ -177,10 +173,7 @@ def test_what_was_read_is_written_again_only_after_a_change(folder):
 
 @pytest.mark.parametrize("harm", [lambda data: data[:-1], lambda data: data[:-9] + b"?" + data[-8:], lambda data: b""])
 def test_a_damaged_file_is_set_aside_and_the_others_load(folder, harm, caplog):
-    trie = Trie()
-    trie.warm("a", [text(1)])
-    trie.warm("b", [text(2)])
-    folder.save(trie)
+    folder.save(warmed(a=[1], b=[2]))
     file = folder._file("a")
     file.write_bytes(harmed := harm(file.read_bytes()))
     with caplog.at_level(logging.WARNING):
@@ -192,17 +185,13 @@ def test_a_damaged_file_is_set_aside_and_the_others_load(folder, harm, caplog):
 
 
 def test_a_file_under_anothers_name_is_set_aside(folder):
-    trie = Trie()
-    trie.warm("a", [text(1)])
-    folder.save(trie)
+    folder.save(warmed(a=[1]))
     folder._file("a").rename(folder._file("b"))
     assert contents(folder) == {}
 
 
 def test_a_folder_is_one_vocabularys_and_one_processs(folder):
-    trie = Trie()
-    trie.warm("a", [text(1)])
-    folder.save(trie)
+    folder.save(warmed(a=[1]))
     with pytest.raises(ValueError, match="another process uses"):
         Folder(folder.path, "v")
     other = reopened(folder, "w")
@@ -213,8 +202,7 @@ def test_a_folder_is_one_vocabularys_and_one_processs(folder):
 
 
 def test_a_trie_file_is_one_vocabularys(tmp_path):
-    trie = Trie()
-    trie.warm("a", [text(1)])
+    trie = warmed(a=[1])
     trie.save(tmp_path / "trie", "v")
     trie.load(tmp_path / "trie", "v")
     with pytest.raises(trie_file.TrieFileError, match="another vocabulary"):
@@ -226,10 +214,9 @@ def test_a_trie_file_is_one_vocabularys(tmp_path):
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("moment", ["write", "fsync", "replace", "sync_folder"])
 def test_a_process_killed_while_it_saves_leaves_a_whole_file(folder, moment, monkeypatch):
-    trie = Trie()
-    trie.warm("a", [text(1)])
+    trie = warmed(a=[1])
     folder.save(trie)
-    trie.warm("a", [text(2)])
+    warmed(trie, a=[2])
 
     def die(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -238,22 +225,15 @@ def test_a_process_killed_while_it_saves_leaves_a_whole_file(folder, moment, mon
         os.truncate(handle, 100)
         die()
 
-    if (child := os.fork()) == 0:
-        if moment == "write":
-            monkeypatch.setattr(os, "fsync", half)
-        else:
-            where: dict[str, Any] = {"fsync": os, "replace": Path, "sync_folder": trie_file}
-            monkeypatch.setattr(where[moment], moment, die)
-        folder.save(trie)
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    places: dict[str, Any] = {"write": (os, "fsync"), "replace": (Path, "replace")}
+    module, name = places.get(moment, (trie_file if moment == "sync_folder" else os, moment))
+    monkeypatch.setattr(module, name, half if moment == "write" else die)
+    assert status_of_a_child(lambda: folder.save(trie) > 0) == signal.SIGKILL
+    monkeypatch.undo()
     done = moment == "sync_folder"
     assert len(list(folder.path.glob("*.tmp"))) == (not done)
     assert contents(folder) == {"a": [text(1), text(2)] if done else [text(1)]}
     assert not list(folder.path.glob("*.tmp"))
-
-
-# --- the keeper
 
 
 class Watched(Folder):
@@ -278,14 +258,14 @@ def test_a_keeper_saves_after_a_change_and_sleeps_while_there_is_none(tmp_path):
     keeper.start()
     until(lambda: folder.saves == 1)  # at the start, in case files were learned from
     for count in (2, 3):
-        trie.warm("a", [text(count)])
+        warmed(trie, a=[count])
         until(lambda count=count: folder.saves == count)
         time.sleep(0.05)
         assert folder.saves == count and len(stamps(folder)) == 1
     folder.gate.clear()
-    trie.warm("a", [text(4)])
+    warmed(trie, a=[4])
     until(lambda: folder.saves == 4)
-    trie.warm("a", [text(5)])  # nobody waits for a save that hangs
+    warmed(trie, a=[5])  # nobody waits for a save that hangs
     folder.gate.set()
     keeper.close()
     assert contents(folder) == {"a": [text(2), text(3), text(4), text(5)]}
@@ -296,7 +276,7 @@ def test_a_save_that_fails_is_told_of_and_tried_again(tmp_path, caplog):
     folder.broken = True
     keeper = AutoSaver(trie, folder, 0.01)
     keeper.start()
-    trie.warm("a", [text(1)])
+    warmed(trie, a=[1])
     until(lambda: folder.saves >= 3)
     assert "No space left on device" in caplog.text and not stamps(folder)
     folder.broken = False
@@ -305,24 +285,19 @@ def test_a_save_that_fails_is_told_of_and_tried_again(tmp_path, caplog):
     assert contents(folder) == {"a": [text(1)]}
 
 
-# --- files to learn from
-
-
 def test_a_text_is_learned_in_whole_lines_and_json_line_by_line(tmp_path):
     plain, rows = tmp_path / "plain.txt", tmp_path / "rows.jsonl"
     lines = [f"line {number} of a long text\n" for number in range(2000)]
     plain.write_text("".join(lines))
     found = list(passages(plain))
     assert "".join(each.text for each in found) == "".join(lines) and len(found) > 2
-    assert all(
-        each.text.startswith(f"line {each.line - 1} ") and len(each.text) <= PASSAGE_CHARACTERS for each in found
-    )
+    assert all(each.text.startswith(f"line {each.line - 1} ") for each in found)
+    assert max(len(each.text) for each in found) <= PASSAGE_CHARACTERS
     long = "x" * (PASSAGE_CHARACTERS + 5)
     told = [{"text": "one"}, {"prompt": "?", "answer": "two", "namespace": "b"}, {"text": long, "drafted": []}]
     rows.write_text("\n\n".join(map(json.dumps, told)))
     assert [(each.text, each.namespace, each.line) for each in passages(rows)] == [
-        ("one", "default", 1), ("two", "b", 3), (long[:PASSAGE_CHARACTERS], "default", 5), (long[PASSAGE_CHARACTERS:],
-        "default", 5),
+        ("one", "default", 1), ("two", "b", 3), ("x" * PASSAGE_CHARACTERS, "default", 5), ("xxxxx", "default", 5),
     ]  # fmt: skip
     check_files([plain, rows], 2)
 
@@ -354,32 +329,28 @@ def test_the_environment_has_files_with_commas_between(monkeypatch):
     assert read_settings({}).warm == (Path("a.txt"), Path("b.jsonl"))
 
 
-# --- the server
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model() -> tuple[Any, Any]:
     return bundled()
 
 
 @pytest.fixture
-def engine(model: tuple[Any, Any]) -> Engine:
-    return Engine(model[0], "trie", tokenizer=model[1], prefix_cache=1 << 26)
+def engine() -> Engine:
+    return bundled_engine(prefix_cache=1 << 26)
 
 
 def accepted(answer: httpx.Response) -> int:
     return int(answer.json()["usage"]["forerun"]["accepted"])
 
 
-def test_files_are_learned_by_every_tenant_and_not_again_after_a_restart(model, engine, tmp_path, serve):
+def test_files_are_learned_by_every_tenant_and_not_again_after_a_restart(engine, tmp_path):
     answer = engine.generate(ASKED["prompt"], max_new_tokens=24, namespace="alone").texts[0]
-    (tmp_path / "a.jsonl").write_text(
-        f"{json.dumps({'text': answer})}\n{json.dumps({'text': 'x y', 'namespace': 'b'})}"
-    )
+    rows = ({"text": answer}, {"text": "x y", "namespace": "b"})
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     told: Json = {"api_keys": ("k", "l"), "admin_key": "m", "warm": [tmp_path / "a.jsonl"], "index": tmp_path / "index"}
     kept = []
     for _ in range(2):
-        one = Engine(model[0], "trie", tokenizer=model[1])
+        one = bundled_engine()
         server = LiveServer(one, **told)
         trie = trie_of(one.level)
         header = {"authorization": "Bearer k"}
@@ -436,10 +407,8 @@ def test_a_tenant_is_proposed_anothers_text_only_where_that_is_switched_on(engin
 
 
 def test_a_server_refuses_what_it_cannot_keep(model, engine, tmp_path):
-    trie = Trie()
-    trie.warm("a", [text(1)])
     folder = Folder(tmp_path, "other")
-    folder.save(trie)
+    folder.save(warmed(a=[1]))
     folder.close()
     for _ in range(2):  # the folder is free again after the error
         with pytest.raises(ValueError, match="has another vocabulary"):
@@ -482,8 +451,7 @@ def test_a_server_goes_on_with_what_it_learned_and_keeps_it_when_it_is_killed(en
         served.kill()
         assert served.wait() == -signal.SIGKILL
     assert text_of(warm) == text_of(cold) and accepted(warm) > accepted(cold) + 4
-    one = serve(Engine(engine.target.model, "trie", tokenizer=engine.tokenizer), index=tmp_path)
-    again = one.post(OTHER)
+    again = serve(bundled_engine(), index=tmp_path).post(OTHER)
     assert text_of(again) == text_of(other) and accepted(again) > accepted(other) + 4
 
 
@@ -514,9 +482,7 @@ def test_who_fills_the_index_pushes_out_nothing_of_others():
 
 
 def test_a_file_that_cannot_be_written_keeps_no_other_from_it(folder, monkeypatch):
-    trie, write, tried = Trie(), trie_file.write, []
-    for name in ("large", "small"):
-        trie.warm(name, [text(1)])
+    trie, write, tried = warmed(large=[1], small=[1]), trie_file.write, []
 
     def full(path: Path, *given: Any) -> None:
         tried.append(path)

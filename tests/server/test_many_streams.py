@@ -1,67 +1,86 @@
 """Many streams of every kind at once, some of whose clients go: each text is its request's alone, without drafts."""
 
-import asyncio
-from collections.abc import Iterator
+import json
+import random
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from itertools import islice
+from pathlib import Path
 
-import httpx
 import pytest
-from support.live_server import PATIENCE, TEMPLATE, LiveServer, tasks, until
-from support.request_mixture import MixedRequest, TextAnswer, mixed, streamed, whole
+from support.live_server import TEMPLATE, Json, LiveServer, tasks, until
 
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import load
 from forerun.server.admission import SchedulerLimits
 
 STREAMS = 14
+SOURCE = Path(json.__file__).read_text()
+"""What prompts are cut from: a module of Python's own library."""
+PROPERTIES = {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 999}}
+PERSON = {"type": "object", "properties": PROPERTIES, "required": [*PROPERTIES], "additionalProperties": False}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "one", "schema": PERSON}}
 
 
-@pytest.fixture(scope="module")
-def servers() -> Iterator[dict[str, LiveServer]]:
-    """One that decodes one text at a time, without drafts, and one that decodes many, with them."""
-    model, tokenizer = load("bundled", device="cpu")
-    tokenizer.chat_template = TEMPLATE
-    limits = {"none": SchedulerLimits(1 << 30, rows=1), "trie": SchedulerLimits(1 << 30, rows=8)}
-    built = {
-        name: LiveServer(Engine(model, name, tokenizer=tokenizer, prefix_cache=1 << 24 if name == "trie" else 0), limit)
-        for name, limit in limits.items()
-    }
-    yield built
-    for server in built.values():
-        server.close()
+def mixed(number: int, seed: int) -> Iterator[Json]:
+    """So many requests, each kind in turn; greedy and sampled, with short and long prompts and answers."""
+    chance = random.Random(seed)
+    for place in range(number):
+        begin, length = chance.randrange(len(SOURCE) - 4000), chance.choice((8, 40, 200, 1000, 3000))
+        prompt = SOURCE[begin : begin + length]
+        kinds: list[Json] = [
+            {"prompt": prompt},
+            {"messages": [{"role": "system", "content": "Be short."}, {"role": "user", "content": prompt}]},
+            {"prompt": [chance.randrange(300, 1000) for _ in range(max(1, length // 4))]},
+            {"prompt": [prompt, prompt[::-1]], "n": 2},
+            {"prompt": prompt, "stop": ["e", "\n\n", " the "]},
+            {"prompt": prompt, "response_format": SCHEMA},
+            {"prompt": prompt, "logprobs": 3},
+        ]  # fmt: skip
+        yield {
+            **kinds[place % len(kinds)], "max_tokens": chance.randint(4, 12), "seed": chance.randrange(10**6),
+            **chance.choice(({"temperature": 0}, {"temperature": 0.7, "top_p": 0.95}, {"temperature": 1})),
+        }  # fmt: skip
 
 
-def client(server: LiveServer) -> httpx.AsyncClient:
-    limits = httpx.Limits(max_connections=None)
-    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=PATIENCE, limits=limits)
+def address(body: Json) -> str:
+    return "chat/completions" if "messages" in body else "completions"
 
 
-async def alone(server: LiveServer, asked: list[MixedRequest]) -> list[TextAnswer]:
-    async with client(server) as one:
-        return [await whole(one, each) for each in asked]
+def joined(choices: Iterable[Json]) -> dict[int, tuple[str, str | None]]:
+    """Of each choice, the text and why it ended."""
+    found: dict[int, tuple[str, str | None]] = {}
+    for each in choices:
+        new = each["text"] if "text" in each else each.get("delta", each.get("message")).get("content") or ""
+        found[each["index"]] = (found.get(each["index"], ("", None))[0] + new, each["finish_reason"])
+    return found
 
 
-async def together(server: LiveServer, asked: list[MixedRequest], pieces: list[int | None]) -> list[TextAnswer]:
-    async with client(server) as one:
-        streams = [streamed(one, each, count) for each, count in zip(asked, pieces, strict=True)]
-        return await asyncio.gather(*streams)
+def streamed(server: LiveServer, body: Json, pieces: int | None) -> dict[int, tuple[str, str | None]]:
+    """The answer of a stream; of so many pieces, after which the client goes."""
+    with server.http.stream("POST", f"/v1/{address(body)}", json={**body, "stream": True}) as answer:
+        events = (json.loads(line.removeprefix("data: ")) for line in answer.iter_lines() if line.startswith("data: {"))
+        return joined(islice((choice for event in events for choice in event["choices"]), pieces))
 
 
 @pytest.mark.matrix
-def test_each_of_many_streams_is_its_text_alone_and_nothing_is_left(servers):
-    asked = mixed(STREAMS, seed=3, longest=12)
+def test_each_of_many_streams_is_its_text_alone_and_nothing_is_left():
+    model, tokenizer = load("bundled", device="cpu")
+    tokenizer.chat_template = TEMPLATE
+    asked = list(mixed(STREAMS, seed=3))
     pieces = [3 if place % 4 == 3 else None for place in range(STREAMS)]
-    many = servers["trie"]
-    before = tasks()
-    with ThreadPoolExecutor(1) as pool:
-        wanted: list[Any] = pool.submit(asyncio.run, alone(servers["none"], asked)).result(PATIENCE)
+    with LiveServer(Engine(model, "none", tokenizer=tokenizer), SchedulerLimits(1 << 30, rows=1)) as one:
+        alone = [joined(one.post(body, address(body)).json()["choices"]) for body in asked]
+    engine = Engine(model, "trie", tokenizer=tokenizer, prefix_cache=1 << 24)
+    with LiveServer(engine, SchedulerLimits(1 << 30, rows=8)) as many, ThreadPoolExecutor(STREAMS) as pool:
+        before = tasks()
         for _ in range(2):  # the second time with drafts out of the first
-            said = pool.submit(asyncio.run, together(many, asked, pieces)).result(PATIENCE)
-            for each, count, text, right in zip(asked, pieces, said, wanted, strict=True):
-                assert count is not None or text == right, each
-    until(lambda: not many.scheduler.busy)
-    until(lambda: tasks() <= before)
-    assert (many.scheduler.usage, many.scheduler.waiting, many.scheduler.running) == (0, 0, 0)
-    assert many.metric("forerun:spec_decode_num_accepted_tokens_total") > 0
-    assert many.metric('forerun:request_ended_total{reason="cancelled"}') > 0
+            for said, body, count, wanted in zip(
+                pool.map(streamed, [many] * STREAMS, asked, pieces), asked, pieces, alone, strict=True
+            ):
+                assert count is not None or said == wanted, body
+        until(lambda: not many.scheduler.busy)
+        until(lambda: tasks() <= before)
+        assert (many.scheduler.usage, many.scheduler.waiting, many.scheduler.running) == (0, 0, 0)
+        assert many.metric("forerun:spec_decode_num_accepted_tokens_total") > 0
+        assert many.metric('forerun:request_ended_total{reason="cancelled"}') > 0

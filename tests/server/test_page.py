@@ -34,10 +34,9 @@ def held() -> PausableEngine:
 
 @pytest.fixture(scope="module")
 def server(held: PausableEngine) -> Iterator[LiveServer]:
-    built = LiveServer(held, SchedulerLimits(1 << 30), drafter="trie")
-    yield built
-    held.gate.set()
-    built.close()
+    with LiveServer(held, SchedulerLimits(1 << 30), drafter="trie") as built:
+        yield built
+        held.gate.set()
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +101,22 @@ class Page:
     def running(self) -> bool:
         return bool(self["start"].get_attribute("aria-disabled") == "true")
 
+    def show(self, *prompt: str, **told: Any) -> str:
+        """Fill in what is told, if anything; start, and wait for the end."""
+        if prompt:
+            self.fill(*prompt, **told)
+        self["start"].click()
+        return self.ended()
+
+    def again_without_earlier(self) -> None:
+        """Run again without what earlier runs answered."""
+        self["without"].click()
+        until(lambda: not self["earlier"].is_selected() and not self.running)
+        self.ended()
+
+    def turns(self) -> list[str]:
+        return list(self.run("[...document.querySelectorAll('#turns li')].map((e) => e.textContent)"))
+
     def ended(self) -> str:
         """Wait for the end; what was concluded."""
         until(lambda: not self.running and bool(self["status"].get_attribute("textContent")))
@@ -117,11 +132,11 @@ class Page:
 def page(driver: Any, server: LiveServer) -> Iterator[Page]:
     driver.get_log("browser")
     yield Page(driver, server)
-    house_is_idle(server)
+    assert_idle(server)
     assert [line for line in driver.get_log("browser") if line["level"] == "SEVERE"] == []
 
 
-def house_is_idle(server: LiveServer) -> None:
+def assert_idle(server: LiveServer) -> None:
     until(lambda: not server.scheduler.busy)
     assert server.scheduler.usage == 0
 
@@ -131,9 +146,7 @@ def alone(held: PausableEngine, prompt: str, **options: Any) -> str:
 
 
 def test_both_columns_fill_with_the_engines_text(held, page):
-    page.fill(PROMPT)
-    page["start"].click()
-    assert page.ended() == "Both texts are equal, token for token."
+    assert page.show(PROMPT) == "Both texts are equal, token for token."
     assert page.text("plain") == page.text("fast") == alone(held, PROMPT)
     assert re.fullmatch(r"\d+\.\d\d times as fast|\d+ % slower|The plain run was disturbed", page["verdict-times"].text)
     assert "equal" in page["status"].get_attribute("textContent")  # a screen reader is told
@@ -147,8 +160,7 @@ def test_drafted_tokens_are_tinted_by_their_source_and_the_legend_counts_them(pa
     script = "[...document.querySelectorAll('#{} .answer span')].map((e) => [e.className, getComputedStyle(e).{}])"
     page.fill(PROMPT)
     for source in ("text", "earlier"):  # run again, all of it is known from the first text
-        page["start"].click()
-        page.ended()
+        page.show()
         assert {name for name, _ in page.run(script.format("plain", "color"))} == {"target"}
         tints = dict(page.run(script.format("fast", "backgroundColor")))
         lines = dict(page.run(script.format("fast", "textDecorationLine")))
@@ -172,11 +184,9 @@ def test_counters_move_while_a_text_grows_and_escape_frees_the_server(held, serv
     page.keys(Keys.ESCAPE)
     until(lambda: page["status"].text == "Stopped.")
     held.gate.set()
-    house_is_idle(server)
+    assert_idle(server)
     assert not page.running and page.text("fast") == ""
-    page.fill("Once upon a time", length=5)
-    page["start"].click()
-    assert "equal" in page.ended()
+    assert "equal" in page.show("Once upon a time", length=5)
 
 
 def test_a_fast_server_is_drawn_once_a_frame(page):
@@ -242,8 +252,7 @@ def test_wide_and_narrow_light_and_dark_all_can_be_read(driver, server, page):
     narrow = Page(driver, server, width=390)
     narrow.fill("x" * 300, length=8)
     narrow.run("document.querySelector('details').open = true")
-    narrow["start"].click()
-    assert "equal" in narrow.ended()
+    assert "equal" in narrow.show()
     assert narrow.run("innerWidth") == 390
     assert narrow.run("document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
     until(lambda: 0 <= narrow.run("document.getElementById('verdict').getBoundingClientRect().top") < 100)
@@ -274,18 +283,14 @@ CONTRASTS = """() => {
 
 
 def test_a_chat_goes_on_from_its_turns(held, page):
-    page.fill("Hi", chat=True, length=8)
-    page["start"].click()
-    page.ended()
+    page.show("Hi", chat=True, length=8)
     first = alone(held, "user: Hi\nassistant:", max_new_tokens=8)
     assert page.text("fast") == first and page["prompt"].get_attribute("value") == ""
-    page.fill("And?", chat=True, length=8, order="together")
-    page["start"].click()
-    assert "equal" in page.ended() and "shared passes" in page["verdict-note"].text
+    assert "equal" in page.show("And?", chat=True, length=8, order="together")
+    assert "shared passes" in page["verdict-note"].text
     second = alone(held, f"user: Hi\nassistant: {first}\nuser: And?\nassistant:", max_new_tokens=8)
     assert page.text("fast") == page.text("plain") == second
-    turns = page.run("[...document.querySelectorAll('#turns li')].map((e) => e.textContent)")
-    assert turns == ["YouHi", f"Model{first}", "YouAnd?", f"Model{second}"]
+    assert page.turns() == ["YouHi", f"Model{first}", "YouAnd?", f"Model{second}"]
     assert page["turns-count"].text == "The conversation so far: 4 messages"
     page["fresh"].click()
     assert not page["conversation"].is_displayed()
@@ -307,13 +312,12 @@ def test_what_is_changed_while_a_text_grows_is_for_the_next_one(held, page, monk
     held.gate.set()
     assert "equal" in page.ended() and page["prompt"].get_attribute("value") == "And?"
     said = alone(held, "user: Hi\nassistant:", max_new_tokens=8)
-    turns = "[...document.querySelectorAll('#turns li')].map((e) => e.textContent)"
-    assert page.run(turns) == ["YouHi", f"Model{said}"]
+    assert page.turns() == ["YouHi", f"Model{said}"]
     held.gate.clear()
     page["start"].click()
     page["fresh"].click()
     held.gate.set()
-    assert "equal" in page.ended() and page.run(turns) == []
+    assert "equal" in page.ended() and page.turns() == []
 
 
 def test_two_starts_before_the_server_answered_are_one(held, driver):
@@ -332,17 +336,13 @@ def test_two_starts_before_the_server_answered_are_one(held, driver):
 def test_who_drafted_is_not_told_where_tenants_share(held, driver):
     with LiveServer(held, SchedulerLimits(1 << 30), drafter="trie", share=True) as one:
         page = Page(driver, one)
-        page.fill(PROMPT)
-        page["start"].click()
-        assert "equal" in page.ended() and page.text("plain") == page.text("fast")
+        assert "equal" in page.show(PROMPT) and page.text("plain") == page.text("fast")
         assert page.run("document.querySelector('#legend [data-source=untold] b').textContent") == f"{LENGTH} tokens"
         assert page.run("document.querySelectorAll('#fast .answer span').length") == 1
 
 
 def test_a_seed_names_the_text_and_no_drafts_means_none(held, page):
-    page.fill(PROMPT, temperature=0.9, seed=7, drafter="none")
-    page["start"].click()
-    assert "equal" in page.ended()
+    assert "equal" in page.show(PROMPT, temperature=0.9, seed=7, drafter="none")
     wanted = alone(held, PROMPT, do_sample=True, temperature=0.9, top_k=0, seed=7)
     assert page.text("fast") == wanted and page.figure("fast", "stride") == "1.00"
 
@@ -350,16 +350,12 @@ def test_a_seed_names_the_text_and_no_drafts_means_none(held, page):
 def test_what_came_from_earlier_runs_is_said_and_can_be_left_out(held, page):
     page.fill("The river was named after the man who")
     for _ in range(2):
-        page["start"].click()
-        page.ended()
-    told = re.fullmatch(
-        rf"(\d+) of its {LENGTH} tokens came from answers of earlier runs\.", page["earlier-count"].text
-    )
+        page.show()
+    said = rf"(\d+) of its {LENGTH} tokens came from answers of earlier runs\."
+    told = re.fullmatch(said, page["earlier-count"].text)
     assert int(told[1]) > LENGTH // 2
     assert told[0] in page["status"].get_attribute("textContent")
-    page["without"].click()
-    until(lambda: not page["earlier"].is_selected() and not page.running)
-    page.ended()
+    page.again_without_earlier()
     assert not page["verdict-earlier"].is_displayed()
     assert page.text("fast") == page.text("plain") == alone(held, "The river was named after the man who")
 
@@ -368,13 +364,10 @@ def test_a_chat_is_run_again_from_where_it_was(page):
     for _ in range(2):
         page.fill("Hi", chat=True, length=16)
         page.run("document.getElementById('fresh').click()")
-        page["start"].click()
-        page.ended()
-    turns, said = page["turns"].get_attribute("textContent"), page.text("fast")
-    page["without"].click()
-    until(lambda: not page["earlier"].is_selected() and not page.running)
-    page.ended()
-    assert page.text("fast") == said and page["turns"].get_attribute("textContent") == turns
+        page.show()
+    turns, said = page.turns(), page.text("fast")
+    page.again_without_earlier()
+    assert page.text("fast") == said and page.turns() == turns
 
 
 def test_a_slowdown_is_neither_green_nor_called_fast(page):
@@ -400,9 +393,7 @@ def test_both_texts_stand_in_the_first_screen_and_no_line_is_cut(page):
     page.greeted()
     assert "appears here" in page.run("getComputedStyle(document.querySelector('#plain .answer'), '::before').content")
     assert not page["drafter"].is_displayed() and not page["budget"].is_displayed() and not page["seed"].is_displayed()
-    page.fill("one word on each line\n" * 4, length=160)
-    page["start"].click()
-    page.ended()
+    page.show("one word on each line\n" * 4, length=160)
     for column in ("plain", "fast"):
         box, line = page.run(f"(({BOX})('{column}'))")
         assert box["top"] + 3 * line <= 720 and box["height"] % line == 0
@@ -417,9 +408,7 @@ BOX = """(column) => {
 
 
 def test_an_error_leaves_the_last_result_and_says_where_a_folded_setting_is_wrong(page):
-    page.fill(PROMPT, length=8)
-    page["start"].click()
-    page.ended()
+    page.show(PROMPT, length=8)
     before = page.text("plain"), page.text("fast"), page["verdict-times"].text
     page.run("document.getElementById('length').max = 100000")
     page.fill("x", length=90000)
@@ -432,9 +421,8 @@ def test_an_error_leaves_the_last_result_and_says_where_a_folded_setting_is_wron
     assert ["400" in line["message"] for line in page.driver.get_log("browser")] == [True]
 
 
-def test_a_wrong_key_is_told_in_words_and_no_key_is_kept(held, driver):
-    one = LiveServer(held, SchedulerLimits(1 << 30), api_keys=("key-of-a",), request_bytes=5000)
-    try:
+def test_a_wrong_key_is_told_in_words_and_no_key_is_kept(held, driver, monkeypatch):
+    with LiveServer(held, SchedulerLimits(1 << 30), api_keys=("key-of-a",), request_bytes=5000) as one:
         page = Page(driver, one)
         until(lambda: page["key"].is_displayed())
         assert not page["error"].is_displayed()
@@ -453,14 +441,10 @@ def test_a_wrong_key_is_told_in_words_and_no_key_is_kept(held, driver):
         page.fill("Hi", length=4)
         page.ctrl_enter()
         assert "equal" in page.ended()
-        held.broken = True
+        monkeypatch.setattr(held, "broken", True)
         page.ctrl_enter()
         assert "failed in the server" in page.complaint()
-        held.broken = False
         stored = page.run("[localStorage.length, sessionStorage.length, document.cookie, location.href]")
         assert stored == [0, 0, "", f"http://127.0.0.1:{one.port}/"]
-    finally:
-        held.broken = False
-        one.close()
     page.ctrl_enter()
     assert page.complaint() == "The server cannot be reached."

@@ -6,8 +6,9 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -70,24 +71,31 @@ class SchedulerSetup:
         request = request or self.request(prompt(20))
         return self.scheduler.submit(request, client.on_commit, client.on_end, **options)
 
+    def hold(self, **options: Any) -> tuple[Client, ScheduledRequest]:
+        """A client that has its first tokens, at which the scheduler's thread waits."""
+        client = Client(held=True)
+        ticket = self.submit(client, **options)
+        assert client.began.wait(PATIENCE)
+        return client, ticket
+
 
 @pytest.fixture
-def servers() -> Iterator[list[SchedulerSetup]]:
-    built: list[SchedulerSetup] = []
-    yield built
-    for server in built:
-        server.scheduler.close()
+def server() -> Iterator[Callable[..., SchedulerSetup]]:
+    """Builds a ``SchedulerSetup`` that ends with the test."""
+    with ExitStack() as stack:
 
+        def build(**given: Any) -> SchedulerSetup:
+            built = SchedulerSetup(**given)
+            stack.callback(built.scheduler.close)
+            return built
 
-def server(servers: list[SchedulerSetup], **limits: Any) -> SchedulerSetup:
-    servers.append(SchedulerSetup(**limits))
-    return servers[-1]
+        yield build
 
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("drafter", ["trie", "none", "triforce-trie"])
-def test_each_client_gets_the_text_it_would_get_alone(drafter, servers):
-    one, alone = server(servers, one=engine(drafter), rows=3, places=3), engine("none")
+def test_each_client_gets_the_text_it_would_get_alone(drafter, server):
+    one, alone = server(one=engine(drafter), rows=3, places=3), engine("none")
     prompts = [prompt(5 + 3 * n, n) for n in range(10)]
     wanted = [alone.generate([p], max_new_tokens=12).generated[0] for p in prompts]
 
@@ -102,20 +110,19 @@ def test_each_client_gets_the_text_it_would_get_alone(drafter, servers):
     assert (one.scheduler.running, one.scheduler.waiting, one.scheduler.usage) == (0, 0, 0)
 
 
-def test_no_more_runs_than_there_is_room_for(servers):
-    one = server(servers, places=2, rows=5)
-    first, second, third = Client(held=True), Client(), Client()
-    tickets = [one.submit(client) for client in (first, second, third)]
-    assert first.began.wait(PATIENCE)
-    assert one.scheduler.running <= 2 and one.scheduler.usage <= 1
-    assert tickets[2].admitted is None
+def test_no_more_runs_than_there_is_room_for(server):
+    one = server(places=2, rows=5)
+    (first, _), second, third = one.hold(), Client(), Client()
+    one.submit(second)
+    last = one.submit(third)
+    assert one.scheduler.running <= 2 and one.scheduler.usage <= 1 and last.admitted is None
     first.gate.set()
     assert [client.wait() for client in (first, second, third)] == ["finished"] * 3
-    assert tickets[2].admitted is not None and tickets[2].ending == "finished"
+    assert last.admitted is not None and last.ending == "finished"
 
 
-def test_what_can_never_run_is_refused(servers):
-    one = server(servers, places=1)
+def test_what_can_never_run_is_refused(server):
+    one = server(places=1)
     with pytest.raises(ValueError, match=r"needs .* bytes for keys and values"):
         one.submit(Client(), one.request(prompt(60), 40))
     for name in ("memory", "rows", "step"):
@@ -123,24 +130,21 @@ def test_what_can_never_run_is_refused(servers):
             SchedulerLimits(**{"memory": 1, name: 0})
 
 
-def test_a_deadline_ends_a_request_with_what_it_has(servers):
-    one = server(servers, places=1)
-    first, late = Client(held=True), Client()
-    ticket = one.submit(first)
+def test_a_deadline_ends_a_request_with_what_it_has(server):
+    one = server(places=1)
+    (first, ticket), late = one.hold(), Client()
     one.submit(late, deadline=0.0)
-    assert first.began.wait(PATIENCE)
     ticket.deadline = 0.0
     first.gate.set()
     assert (first.wait(), late.wait()) == ("deadline", "deadline")
     assert first.tokens and not late.tokens
 
 
-def test_who_goes_frees_the_place_at_once(servers):
-    one = server(servers, places=1)
-    first, second, third = Client(held=True), Client(), Client()
-    running, waiting = one.submit(first), one.submit(second)
+def test_who_goes_frees_the_place_at_once(server):
+    one = server(places=1)
+    (first, running), second, third = one.hold(), Client(), Client()
+    waiting = one.submit(second)
     one.submit(third)
-    assert first.began.wait(PATIENCE)
     one.scheduler.cancel(waiting)
     one.scheduler.cancel(running)
     first.gate.set()
@@ -150,11 +154,9 @@ def test_who_goes_frees_the_place_at_once(servers):
     assert first.tokens == third.tokens[: len(first.tokens)]
 
 
-def test_a_client_is_told_although_its_row_cannot_be_let_go_of(servers, monkeypatch):
-    one = server(servers)
-    first, second = Client(held=True), Client()
-    running, leave = one.submit(first), PrefixSharing.leave
-    assert first.began.wait(PATIENCE)
+def test_a_client_is_told_although_its_row_cannot_be_let_go_of(server, monkeypatch):
+    one = server()
+    (first, running), second, leave = one.hold(), Client(), PrefixSharing.leave
 
     def fail(self: PrefixSharing, row: Any) -> None:
         leave(self, row)
@@ -174,8 +176,7 @@ def ticket(tenant: str, needs: int = 1) -> ScheduledRequest:
 
 def test_tenants_get_equal_shares():
     waiting, order = Admission(SchedulerLimits(1, rows=1)), []
-    for tenant in "aaaaabbc":
-        assert waiting.add(ticket(tenant)) is None
+    assert [waiting.add(ticket(tenant)) for tenant in "aaaaabbc"] == [None] * 8
     while (ahead := waiting.next()) is not None:
         waiting.started()
         assert waiting.remove(ahead) and not waiting.remove(ahead)
@@ -203,12 +204,20 @@ def test_a_share_is_equal_lent_and_partly_kept():
     assert alone.allows("a", 1) and alone.lender("a") is None
 
 
+def started(one: Admission) -> list[ScheduledRequest]:
+    """Start all that can."""
+    found = list[ScheduledRequest]()
+    while (ahead := one.next()) is not None:
+        one.started()
+        found.append(ahead)
+    return found
+
+
 def test_who_floods_the_queue_leaves_others_their_share():
     one = Admission(SchedulerLimits(100, rows=4, waiting=8, tenants=2))
     for _ in range(11):
         one.add(ticket("flood"))
-        one.next()
-        one.started()
+        started(one)
     assert (len(one.running), one.waiting) == (3, 8)  # a row is kept for who has none
     with pytest.raises(QueueFullError):
         one.check_places("flood", 1)
@@ -233,15 +242,14 @@ def test_rows_that_are_free_take_no_place_to_wait(waiting):
         one.check_places("a", 1)
     with pytest.raises(QueueFullError):
         one.add(ticket("a"))
-    started = [one.next() for _ in range(3)]
-    assert all(started) and one.waiting == waiting
+    running = [one.next() for _ in range(3)]
+    assert all(running) and one.waiting == waiting
     with pytest.raises(QueueFullError):
         one.add(ticket("a"))
-    for each in started:
+    for each in running:
         assert each is not None and one.remove(each)
     one.started()
-    while one.next() is not None:
-        one.started()
+    started(one)
     assert one.waiting == 0
     one.check_places("a", 3)
 
@@ -250,9 +258,7 @@ def test_who_fills_the_memory_leaves_others_a_row_of_it():
     one = Admission(SchedulerLimits(160, rows=16, tenants=2))
     for _ in range(6):
         one.add(ticket("large", needs=30))
-    while one.next() is not None:
-        one.started()
-    assert len(one.running) == 5
+    assert len(started(one)) == len(one.running) == 5
     one.add(ticket("other", needs=10))
     one.add(ticket("other", needs=10))
     assert [getattr(one.next(), "tenant", None) for _ in range(2)] == ["other", None]
@@ -319,8 +325,8 @@ def test_a_tenant_that_is_alone_leaves_room_for_others_to_come():
     assert not resting and set(budgets.values()) == {10}  # 150 tokens cost three times as much as 35 + 15
 
 
-def test_no_text_changes_where_rows_sit_steps_out(servers):
-    one = server(servers, one=engine("trie"), tenants=2)
+def test_no_text_changes_where_rows_sit_steps_out(server):
+    one = server(tenants=2)
     alone = engine("none").generate([prompt(9, n) for n in range(4)], max_new_tokens=40).generated
     clients = [Client() for _ in range(4)]
     for number, client in enumerate(clients):
@@ -329,11 +335,9 @@ def test_no_text_changes_where_rows_sit_steps_out(servers):
     assert [client.tokens for client in clients] == alone
 
 
-def test_who_loses_a_place_hears_of_it(servers):
-    one = server(servers, places=1, waiting=1, tenants=2)
-    first, second, other = Client(held=True), Client(), Client()
-    one.submit(first, tenant="flood")
-    assert first.began.wait(PATIENCE)
+def test_who_loses_a_place_hears_of_it(server):
+    one = server(places=1, waiting=1, tenants=2)
+    (first, _), second, other = one.hold(tenant="flood"), Client(), Client()
     one.submit(second, tenant="flood")
     one.submit(other, tenant="other")
     assert second.wait() == "displaced"
@@ -341,8 +345,8 @@ def test_who_loses_a_place_hears_of_it(servers):
     assert (first.wait(), other.wait()) == ("finished", "finished")
 
 
-def test_the_lock_is_free_while_a_prompt_is_admitted(servers):
-    one, client, free = server(servers), Client(), list[bool]()
+def test_the_lock_is_free_while_a_prompt_is_admitted(server):
+    one, client, free = server(), Client(), list[bool]()
     admit = one.scheduler._batch.admit
 
     def seen(request: Request, reserve: DeviceReserve | None) -> None:
@@ -360,11 +364,11 @@ def test_the_lock_is_free_while_a_prompt_is_admitted(servers):
     assert client.wait() == "finished" and free == [True]
 
 
-def test_a_client_or_a_listener_that_fails_stops_nobody(servers):
+def test_a_client_or_a_listener_that_fails_stops_nobody(server):
     def fail(told: Any) -> None:
         raise ConnectionResetError("broken in the test")
 
-    one, deaf, good, other = server(servers, rows=1), Client(), Client(), Client()
+    one, deaf, good, other = server(rows=1), Client(), Client(), Client()
     one.scheduler._on_finished = fail
     one.scheduler.submit(one.request(prompt(9)), fail, deaf.on_end)
     ticket = one.scheduler.submit(one.request(prompt(9)), good.on_commit, fail)
@@ -373,18 +377,17 @@ def test_a_client_or_a_listener_that_fails_stops_nobody(servers):
     assert ticket.ending == "finished" and good.tokens and one.scheduler.ready
 
 
-def test_the_end_does_not_wait_for_a_step_without_end(monkeypatch):
+def test_the_end_does_not_wait_for_a_step_without_end(server, monkeypatch):
     monkeypatch.setattr(scheduler, "LAST_STEP_SECONDS", 0.05)
-    one, client = SchedulerSetup(), Client(held=True)
-    one.submit(client)
-    assert client.began.wait(PATIENCE)
+    one = server()
+    client, _ = one.hold()
     one.scheduler.close()
     assert not client.ended.is_set() and one.scheduler._thread.is_alive()
     client.gate.set()
     client.wait()
 
 
-def test_free_memory_goes_back_once_when_nobody_has_come_for_a_while(servers, monkeypatch):
+def test_free_memory_goes_back_once_when_nobody_has_come_for_a_while(server, monkeypatch):
     times, gone = list[bool](), threading.Event()
 
     def give_back() -> None:
@@ -393,7 +396,7 @@ def test_free_memory_goes_back_once_when_nobody_has_come_for_a_while(servers, mo
 
     monkeypatch.setattr(scheduler, "give_back", give_back)
     monkeypatch.setattr(scheduler, "IDLE_SECONDS", 0.01)
-    one = server(servers)
+    one = server()
     for round_ in range(1, 3):
         client = Client()
         one.submit(client)
@@ -404,8 +407,8 @@ def test_free_memory_goes_back_once_when_nobody_has_come_for_a_while(servers, mo
         assert times == [False] * round_
 
 
-def test_nothing_is_kept_of_requests_that_have_ended(servers):
-    one = server(servers, rows=3, places=3)
+def test_nothing_is_kept_of_requests_that_have_ended(server):
+    one = server(rows=3, places=3)
 
     def ask(number: int) -> list[weakref.ref[Any]]:
         request, client = one.request(prompt(10 + number, number)), Client(held=True)
@@ -423,8 +426,8 @@ def test_nothing_is_kept_of_requests_that_have_ended(servers):
     assert [each() for each in told if each() is not None] == []
 
 
-def test_a_step_that_fails_ends_what_ran_and_nothing_else(servers):
-    one = server(servers, one=Engine(engine().target.model, Silent()))
+def test_a_step_that_fails_ends_what_ran_and_nothing_else(server):
+    one = server(one=Engine(engine().target.model, Silent()))
     planner = one.engine.level.planner
     learn = planner.learn
 
@@ -440,8 +443,8 @@ def test_a_step_that_fails_ends_what_ran_and_nothing_else(servers):
     assert good.wait() == "finished"
 
 
-def test_closing_waits_for_those_that_run_and_takes_no_more():
-    one = SchedulerSetup(places=1)
+def test_closing_waits_for_those_that_run_and_takes_no_more(server):
+    one = server(places=1)
     first, second = Client(), Client()
     one.submit(first)
     one.submit(second)
@@ -451,12 +454,10 @@ def test_closing_waits_for_those_that_run_and_takes_no_more():
         one.submit(Client())
 
 
-def test_closing_at_once_ends_all():
-    one = SchedulerSetup(places=1)
-    first, second = Client(held=True), Client()
-    one.submit(first)
+def test_closing_at_once_ends_all(server):
+    one = server(places=1)
+    (first, _), second = one.hold(), Client()
     one.submit(second)
-    assert first.began.wait(PATIENCE)
     closing = threading.Thread(target=one.scheduler.close)
     closing.start()
     first.gate.set()
@@ -492,11 +493,9 @@ def test_a_loop_is_woken_once_for_all_that_gathers_and_takes_it_in_order():
     post.put(partial(found.append, 5))  # nobody listens any more, and that is no error
 
 
-def test_a_thread_that_cannot_go_on_ends_everybody_and_says_so():
-    one = SchedulerSetup(places=1)
-    first, second, late = Client(held=True), Client(), Client()
-    one.submit(first)
-    assert first.began.wait(PATIENCE)
+def test_a_thread_that_cannot_go_on_ends_everybody_and_says_so(server):
+    one = server(places=1)
+    (first, _), second = one.hold(), Client()
     one.submit(second)
 
     def fail(*given: Any) -> Any:
@@ -508,18 +507,16 @@ def test_a_thread_that_cannot_go_on_ends_everybody_and_says_so():
     until(lambda: one.scheduler.failed)
     assert not one.scheduler.ready and not one.scheduler.busy
     with pytest.raises(RuntimeError, match="closed"):
-        one.submit(late)
-    one.scheduler.close()
+        one.submit(Client())
 
 
-def test_processes_that_are_out_of_step_end_the_server():
+def test_processes_that_are_out_of_step_end_the_server(server):
     class Broken(Silent):
         def propose(self, rows: Any, limits: Any) -> Any:
             raise ParallelError("rank 1 is gone")
 
-    one, client = SchedulerSetup(Engine(engine().target.model, Broken(), prune_drafts=False)), Client()
+    one, client = server(one=Engine(engine().target.model, Broken(), prune_drafts=False)), Client()
     one.submit(client)
     assert client.wait() == "error"
     one.scheduler._thread.join(PATIENCE)
     assert not one.scheduler.ready
-    one.scheduler.close()

@@ -5,10 +5,12 @@ import functools
 import os
 import re
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from support.bundled import bundled
@@ -24,7 +26,7 @@ from forerun.kv.offloaded import CopyEngine, OffloadedCache, OffloadError, Parts
 from forerun.server import settings as settings_of
 from forerun.server.admission import Admission, SchedulerLimits
 from forerun.server.scheduler import OFFLOADED_CHUNKS
-from forerun.server.settings import ServerSettings, read_settings
+from forerun.server.settings import read_settings
 
 NEW = 12
 SMALL = LongContextConfig(cache_budget=64, chunk=4, gamma1=2, gamma2=4, paced=False, window=24)
@@ -73,6 +75,17 @@ def tiers_of(server: LiveServer) -> Any:
     return server.app.state.service.engine.tiers
 
 
+def at_once(server: LiveServer, bodies: Sequence[Json]) -> list[httpx.Response]:
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        return [each.result(PATIENCE) for each in [pool.submit(server.post, body) for body in bodies]]
+
+
+@pytest.fixture
+def no_layer_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No layer stays on the device."""
+    monkeypatch.setattr(Admission, "_wanted", lambda *_: 1 << 40)
+
+
 def nothing_taken(server: LiveServer) -> None:
     until(lambda: not server.scheduler.busy)
     assert tiers_of(server).taken == dict.fromkeys(TIERS, 0)
@@ -114,17 +127,13 @@ def test_texts_at_once_are_those_of_a_server_without_tiers(drafter, model, plain
     held = PausableEngine(one)
     server = serve(held, SchedulerLimits(1, rows=4))
     seen = watched(server)
-
-    def ask(seed: int) -> str:
-        return text_of(server.post(asked(texts[seed], seed)))
-
     for _ in range(2):  # the second time there is more to draft
         held.gate.clear()
-        with ThreadPoolExecutor(6) as pool:
-            answers = [pool.submit(ask, seed) for seed in range(6)]
+        with ThreadPoolExecutor(1) as pool:
+            answers = pool.submit(at_once, server, [asked(text, seed) for seed, text in enumerate(texts)])
             until(lambda: server.scheduler.running + server.scheduler.waiting == 6)
             held.gate.set()
-            assert [each.result(PATIENCE) for each in answers] == expected
+            assert [text_of(each) for each in answers.result(PATIENCE)] == expected
     assert one.tiers.copy_engine.written > kv.nbytes * longest // 4
     assert max(each["n"] for each in seen) > 1
     assert 0 < max(each["device"] for each in seen) <= device
@@ -202,22 +211,21 @@ def test_a_text_leaves_others_their_buffers_while_there_are_free_places(model, p
         server = serve(held, SchedulerLimits(1, rows=rows))
         seen = watched(server)
         held.gate.clear()
-        with ThreadPoolExecutor(3) as pool:
-            answers = [pool.submit(server.post, asked(text)) for _ in range(3)]
+        with ThreadPoolExecutor(1) as pool:
+            answers = pool.submit(at_once, server, [asked(text)] * 3)
             until(lambda one=server.scheduler: one.running + one.waiting == 3)
             held.gate.set()
-            assert {text_of(each.result(PATIENCE)) for each in answers} == {wanted(plain, text)}
+            assert {text_of(each) for each in answers.result(PATIENCE)} == {wanted(plain, text)}
         assert max(each["n"] for each in seen) == together
         assert (max(each["host"] for each in seen) > 0) == away
 
 
-def test_a_long_prompt_off_the_device_is_read_in_pieces_while_others_go_on(model, plain, serve, monkeypatch):
+@pytest.mark.usefixtures("no_layer_stays")
+def test_a_long_prompt_off_the_device_is_read_in_pieces_while_others_go_on(model, plain, serve):
     long, short = prompt(700), prompt(5)
     one = engine(model, "none", 2 * min_device_bytes(plain.target.kv, tokens(plain, long)), None)
     server = serve(one, SchedulerLimits(1, rows=2, step=16), max_tokens=200)
     scheduler, unread = server.scheduler, list[int]()
-    assert one.tiers is not None
-    monkeypatch.setattr(Admission, "_wanted", lambda *_: 1 << 40)  # no layer stays on the device
     step = scheduler._step
     scheduler._step = lambda: (unread.append(scheduler._batch.unread), step())
     with ThreadPoolExecutor(2) as pool:
@@ -244,31 +252,30 @@ def test_a_full_disk_ends_one_request_and_frees_everything(model, plain, serve, 
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
-        with ThreadPoolExecutor(3) as pool:
-            bad, good, streamed = (
-                pool.submit(server.post, each) for each in (asked(long), asked(short), asked(long, stream=True))
-            )
-            error = error_of(bad.result(PATIENCE), 500)
-            assert text_of(good.result(PATIENCE)) == wanted(plain, short)
-            assert "kv_memory_failed" in streamed.result(PATIENCE).text and "[DONE]" not in streamed.result().text
+        bad, good, streamed = at_once(server, (asked(long), asked(short), asked(long, stream=True)))
+        error = error_of(bad, 500)
+        assert text_of(good) == wanted(plain, short)
+        assert "kv_memory_failed" in streamed.text and "[DONE]" not in streamed.text
     assert error["code"] == "kv_memory_failed" and "No space left on device" in error["message"]
     assert str(tmp_path) not in error["message"]
     nothing_taken(server)
     assert text_of(server.post(asked(long))) == wanted(plain, long)
 
 
+THREE = [prompt(words, seed) for seed, words in enumerate((600, 500, 700))]
+
+
 @pytest.mark.one_in(3)
+@pytest.mark.usefixtures("no_layer_stays")
 @pytest.mark.parametrize("drafter", ["none", "low-rank", "retrieval"])
-def test_copies_that_fail_end_one_request_and_no_other(drafter, model, plain, serve, monkeypatch):
-    texts = [prompt(words, seed) for seed, words in enumerate((600, 500, 700))]
+def test_copies_that_fail_end_one_request_and_no_other(drafter, model, plain, serve):
+    texts = THREE
     expected = [wanted(plain, text) for text in texts]
     kv, size = plain.target.kv, max(tokens(plain, text) for text in texts)
     drafting = drafting_bytes(Engine(model[0], drafter, settings=SMALL, tokenizer=model[1]), size)
     one = engine(model, drafter, 3 * (min_device_bytes(kv, size) + drafting), 1 << 30)
     server = serve(one, SchedulerLimits(1, rows=3))
     write, broken = CopyEngine.write, threading.Event()
-    assert one.tiers is not None
-    monkeypatch.setattr(Admission, "_wanted", lambda *_: 1 << 40)  # no layer stays on the device
 
     def failing(copy_engine: CopyEngine, parts: Parts) -> Any:
         def fail() -> None:
@@ -287,28 +294,22 @@ def test_copies_that_fail_end_one_request_and_no_other(drafter, model, plain, se
             chosen = cache._layers[layer][0].untyped_storage().data_ptr()
         leave(cache, layer, count)
 
-    monkeypatch.setattr(CopyEngine, "write", failing)
-    monkeypatch.setattr(OffloadedCache, "write_back", choosing)
-    with ThreadPoolExecutor(3) as pool:
-        answers = [each.result(PATIENCE) for each in [pool.submit(server.post, asked(text)) for text in texts]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CopyEngine, "write", failing)
+        patch.setattr(OffloadedCache, "write_back", choosing)
+        answers = at_once(server, [asked(text) for text in texts])
     assert broken.is_set()
-    failed = [number for number, each in enumerate(answers) if each.status_code != 200]
-    assert len(failed) == 1, [each.text for each in answers]
-    assert error_of(answers[failed[0]], 500)["code"] == "kv_memory_failed"
-    for number in {0, 1, 2} - set(failed):
-        assert text_of(answers[number]) == expected[number]
-    monkeypatch.undo()
+    ((failed, text),) = ((each, text) for each, text in zip(answers, expected, strict=True) if each.status_code != 200)
+    assert error_of(failed, 500)["code"] == "kv_memory_failed"
+    assert [text_of(each) for each in answers if each is not failed] == [each for each in expected if each != text]
     nothing_taken(server)
     assert text_of(server.post(asked(texts[0]))) == expected[0]
 
 
+@pytest.mark.usefixtures("no_layer_stays")
 def test_a_draft_whose_keys_cannot_be_fetched_ends_no_request(model, plain, serve, monkeypatch):
-    texts = [prompt(words, seed) for seed, words in enumerate((600, 500, 700))]
-    expected = [wanted(plain, text) for text in texts]
     one = engine(model, "low-rank", 1 << 26, None)
     server = serve(one, SchedulerLimits(1, rows=3))
-    assert one.tiers is not None
-    monkeypatch.setattr(Admission, "_wanted", lambda *_: 1 << 40)  # no layer stays on the device
     caches, drafting, source = list[OffloadedCache](), threading.Event(), one.level.planner.own[-1]
     fetch, propose = OffloadedCache._fetch_now, source.propose
 
@@ -331,9 +332,8 @@ def test_a_draft_whose_keys_cannot_be_fetched_ends_no_request(model, plain, serv
 
     monkeypatch.setattr(OffloadedCache, "_fetch_now", fetching)
     monkeypatch.setattr(source, "propose", proposing)
-    with ThreadPoolExecutor(3) as pool:
-        answers = [each.result(PATIENCE) for each in [pool.submit(server.post, asked(text)) for text in texts]]
-    assert caches and [text_of(answer) for answer in answers] == expected
+    answers = at_once(server, [asked(text) for text in THREE])
+    assert caches and [text_of(answer) for answer in answers] == [wanted(plain, text) for text in THREE]
     nothing_taken(server)
 
 
@@ -350,10 +350,8 @@ def test_what_is_freed_is_free_whoever_still_has_the_cache(model, plain):
 
 
 def test_threads_share_one_budget_and_nothing_of_it_is_lost(model, plain):
-    kv = plain.target.kv
-    one = engine(model, "none", 8 * min_device_bytes(kv, 64), 12 * min_device_bytes(kv, 64))
-    assert one.tiers is not None
-    tiers, worst, refused = one.tiers, dict.fromkeys(TIERS, 0), 0
+    least = min_device_bytes(plain.target.kv, 64)
+    tiers, worst = engine(model, "none", 8 * least, 12 * least).tiers, dict.fromkeys(TIERS, 0)
 
     def work(seed: int) -> int:
         found = 0
@@ -371,10 +369,9 @@ def test_threads_share_one_budget_and_nothing_of_it_is_lost(model, plain):
         return found
 
     with ThreadPoolExecutor(6) as pool:
-        refused = sum(pool.map(work, range(6)))
-    assert refused < 300
+        assert sum(pool.map(work, range(6))) < 300
     assert tiers.taken == dict.fromkeys(TIERS, 0)
-    assert 0 < worst["device"] <= 8 * min_device_bytes(kv, 64) and worst["host"] <= 12 * min_device_bytes(kv, 64)
+    assert 0 < worst["device"] <= 8 * least and worst["host"] <= 12 * least
 
 
 def test_a_file_has_its_limit(plain, tmp_path):
@@ -394,36 +391,23 @@ def test_a_file_has_its_limit(plain, tmp_path):
 
 def test_settings_say_where_keys_and_values_go(tmp_path, monkeypatch):
     cpu = torch.device("cpu")
-    assert ServerSettings(kv_memory="4GiB").tiers(cpu) is None  # as before: how much is admitted
-    assert ServerSettings().tiers(cpu) is None
     monkeypatch.setattr(settings_of, "free_memory", lambda device: 10 << 30)
-    folder = tmp_path / "new"
-    file = tmp_path / "serve.toml"
+    folder, file, two = tmp_path / "new", tmp_path / "serve.toml", {"ray": True, "replicas": 2}
     file.write_text(f'kv_memory = "2GiB"\nkv_host_memory = "1GiB"\nkv_folder = "{folder}"\n')
-    assert read_settings({"kv_folder_limit": "3GiB"}, file).tiers(cpu) == KVMemory(
-        2 << 30, 1 << 30, folder, file=3 << 30
-    )
-    assert folder.is_dir()
-    monkeypatch.setenv("FORERUN_KV_MEMORY", "2GiB")
-    monkeypatch.setenv("FORERUN_KV_HOST_MEMORY", "0")
-    assert read_settings({}).tiers(cpu) == KVMemory(2 << 30, 0, None, file=0)
-    monkeypatch.delenv("FORERUN_KV_HOST_MEMORY")
-    monkeypatch.setenv("FORERUN_KV_FOLDER", str(folder))
-    found = read_settings({}).tiers(cpu)
-    assert found.host == 4 << 30  # half of what the device leaves
-    replicas = read_settings({"ray": True, "replicas": 2})
-    both = replicas.tiers(cpu)
-    assert both.host == 2 << 30
-    monkeypatch.delenv("FORERUN_KV_FOLDER")
-    monkeypatch.delenv("FORERUN_KV_MEMORY")
-    assert read_settings({}).limits(cpu).memory == 2 * read_settings({"ray": True, "replicas": 2}).limits(cpu).memory
-    assert found.file is not None and found.file > 0
-    for flags in (
-        {},
-        {"ray": True, "replicas": 2},
-    ):  # of what is free there are four parts for texts, and one for prefixes
-        told = read_settings(flags)
-        assert told.limits(cpu).memory == 4 * told.prefix_limit(cpu) > 0
+    told = read_settings({"kv_folder_limit": "3GiB"}, file)
+    assert told.tiers(cpu) == KVMemory(2 << 30, 1 << 30, folder, file=3 << 30) and folder.is_dir()
+    on_device = {"kv_memory": "2GiB"}
+    for flags in ({}, on_device):  # as before: how much is admitted
+        assert read_settings(flags).tiers(cpu) is None
+    assert read_settings({**on_device, "kv_host_memory": "0"}).tiers(cpu) == KVMemory(2 << 30, 0, None, file=0)
+    in_folder = {**on_device, "kv_folder": str(folder)}
+    found = read_settings(in_folder).tiers(cpu)
+    assert found.host == 4 << 30 and found.file > 0  # half of what the device leaves
+    assert read_settings({**in_folder, **two}).tiers(cpu).host == 2 << 30
+    one, both = read_settings({}), read_settings(two)
+    assert one.limits(cpu).memory == 2 * both.limits(cpu).memory
+    for each in (one, both):  # of what is free there are four parts for texts, and one for prefixes
+        assert each.limits(cpu).memory == 4 * each.prefix_limit(cpu) > 0
     assert [read_settings({"prefix_cache": size}).prefix_limit(cpu) for size in (0, "1MiB")] == [0, 1 << 20]
 
 
@@ -451,11 +435,9 @@ def test_the_command_builds_it_and_says_what_is_not_shared(tmp_path, monkeypatch
             pass
 
     monkeypatch.setattr("forerun.server.http_server.DrainingServer", Served)
-    options = ServeOptions(
-        kv_memory="3MB", kv_host_memory="1MB", kv_folder=tmp_path, kv_folder_limit="5MB", drafter="trie", port=0
-    )
+    tiers: Any = {"kv_memory": "3MB", "kv_host_memory": "1MB", "kv_folder": tmp_path, "kv_folder_limit": "5MB"}
     with caplog.at_level("INFO"):
-        serve.run(options)
+        serve.run(ServeOptions(**tiers, drafter="trie", port=0))
     assert built[0].tiers.memory == KVMemory(3_000_000, 1_000_000, tmp_path, file=5_000_000)
     assert f"2.9 MiB on the device, 1.0 MiB in the host's memory, 4.8 MiB in files in {tmp_path}" in caplog.text
     assert "share no prefixes" in caplog.text

@@ -181,6 +181,8 @@ PROMPTS = [
     "def add(a, b):", "Once upon a time", '{"name": "', "2 + 2 =", "The sun", "import os\n", "She said", "A, B, C,",
 ]  # fmt: skip
 Json = dict[str, Any]
+ASKED: Json = {"model": "bundled", "prompt": "Hi", "max_tokens": 4, "temperature": 0}
+"""A short request."""
 
 
 def ready(port: int) -> bool:
@@ -190,11 +192,16 @@ def ready(port: int) -> bool:
         return False
 
 
+def events_of(text: str) -> list[Json]:
+    """What the events of a stream say."""
+    return [json.loads(event.partition("data: ")[2]) for event in text.split("\n\n") if event]
+
+
 def streamed(server: LiveServer, body: Json, address: str = "completions") -> list[Json]:
     """What the events of a stream say, which ends as it should."""
-    *events, end, empty = server.post({**body, "stream": True}, address).text.split("\n\n")
-    assert (end, empty) == ("data: [DONE]", "")
-    return [json.loads(event.removeprefix("data: ")) for event in events]
+    events, end, empty = server.post({**body, "stream": True}, address).text.rpartition("data: [DONE]\n\n")
+    assert end and not empty
+    return events_of(events)
 
 
 def text_of(answer: httpx.Response) -> str:

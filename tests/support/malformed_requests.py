@@ -34,23 +34,21 @@ class RawRequest:
     leaves: bool = False
 
 
-GRAMMARS = [
-    ("regex", "a|b/c"),
-    ("regex", "((("),
-    ("regex", "(.*a){20}.*"),
-    ("regex", "(a{1,1000}){1,1000}"),
-    ("grammar", 'start: "a" b*\nb: /[xy]{2}/'),
-    ("grammar", "start: a a\na: start start"),
-    ("grammar", "start: r0\n" + "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(30)) + 'r30: "ab"'),
-    ("grammar", 'start: %json {"type": "integer"} | %lark {}'),
-    ("grammar", 'start: %json {"a": ' + "[" * 5000),
-    ("grammar", "start: " + "(" * 3000 + '"a"' + ")" * 3000),
-]
+REGEXES = ("a|b/c", "(((", "(.*a){20}.*", "(a{1,1000}){1,1000}")
+GRAMMARS = (
+    'start: "a" b*\nb: /[xy]{2}/',
+    "start: a a\na: start start",
+    "start: r0\n" + "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(30)) + 'r30: "ab"',
+    'start: %json {"type": "integer"} | %lark {}',
+    'start: %json {"a": ' + "[" * 5000,
+    "start: " + "(" * 3000 + '"a"' + ")" * 3000,
+)
+FUNCTIONS: list[Json] = [{"name": "f", **more} for more in (
+    {}, {"parameters": {"properties": {"a": {"const": 1}}}}, {"parameters": {"$ref": "#"}},
+)]  # fmt: skip
 TOOLS: list[Json] = [
-    {"type": "function", "function": {"name": "f"}},
-    {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"const": 1}}}}},
+    *({"type": "function", "function": each} for each in FUNCTIONS),
     {"type": "function", "name": "f", "parameters": {"properties": {"a": {"enum": ["b", "c"]}}}},
-    {"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}},
     {"type": "web_search"},
     {},
 ]
@@ -90,20 +88,8 @@ SCHEMAS: list[Json] = [
     {"allOf": [{"pattern": f"[a-z]{{{i}}}.*x"} for i in range(9)]},
 ]
 """Schemas that are wrong, cannot be met, are hard to compile or to follow, or spell out long texts."""
-HOSTS = (
-    HOST,
-    "localhost",
-    "localhost:1",
-    "[::1]",
-    "example.com",
-    "evil.example",
-    "evil.example:80",
-    "",
-    "a b",
-    "[",
-    "é",
-)
-"""What requests name as the server; the last seven but one are foreign where hosts are checked."""
+HOSTS = (*f"{HOST} localhost localhost:1 [::1] example.com evil.example evil.example:80 [ é".split(), "", "a b")
+"""What requests name as the server; from the fifth on they are foreign where hosts are checked."""
 ORIGINS = ("http://evil.example", "null", f"http://{HOST}", "", "http://[")
 SCALARS: list[Json] = [
     None, True, False, 0, -1, 1, 2**31, 2**63, -(2**63) - 1, 10**400, 0.5, -0.0, 1e-320, 1e308,
@@ -111,28 +97,33 @@ SCALARS: list[Json] = [
     "../../etc/passwd", "{{ 7 * 7 }}", "bundled", "none", [], {}, [[]], [None], {"": None}, [[1], ["a"]], [-1],
     [2**31 - 1], [49_152, 10**6],
 ]  # fmt: skip
+USUAL: dict[str, tuple[Json, ...]] = {
+    "model": ("bundled",), "prompt": ("Hi", "def f(x):", ["a", "b"], [5, 6, 7], [[1], [2, 3]], "x " * 400),
+    "input": ("Hi", [{"role": "user", "content": "Hi"}], [{"type": "reasoning"}]),
+    "tool_choice": ("auto", "none", "required", {"type": "function", "name": "f"}),
+    "logit_bias": ({"5": 1.5}, {"5": 200}, {"9999": 1}, {"x": 1}), "n": (1, 1, 2, 3, 128),
+    "stop": ("e", ["a", "\n"], "long " * 2000, ["e" * 100_000]), "min_tokens": (0, 0, 1),
+    "stop_token_ids": ([], [5], [10**6]), "continue_final_message": (None, False, True),
+    "add_generation_prompt": (None, True, False), "output_format": (None,), "role": ("user", "system"),
+    "content": ("Hi", "", [{"type": "text", "text": "Hi"}], "y " * 300),
+}  # fmt: skip
+"""Values of fields that may cost much, or that have a form of their own."""
 TYPES = ("application/json",) * 60 + ("", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "é")
+POST, GET = (line + b" HTTP/1.1\r\nHost: x\r\n" for line in (b"POST /v1/completions", b"GET /health"))
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+TLS = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"
+WITHOUT_HOST = b"GET /health HTTP/1.1\r\n\r\n"
 RAW: list[tuple[bytes, ...]] = [
-    (b"\0" * 2000,),
-    (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",),  # TLS
-    (b"GET / HTTP/9.9\r\n\r\n",),
-    (b"GET /health HTTP/1.1\r\n\r\n",),  # no Host
-    (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",),
-    (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",),
-    (b"GET /health HTTP/1.1\r\nHost: x\r\n" + b"X: y\r\n" * 20_000 + b"\r\n",),
-    (b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 100_000 + b"\r\n\r\n",),
-    (b"GET /health HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",),
-    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",),
-    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1e9\r\n\r\n",),
-    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999999\r\n\r\n{}",),
-    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n{}",),
-    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n", b"zz\r\nnonsense\r\n"),
-    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n", b"2\r\n{}\r\n0\r\n\r\n"),
-    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\n{}",),
-    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n", b"{}"),
-    (b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 20 + b"nonsense\r\n\r\n",),
-    (b"GET /health HTTP/1.0\r\nAuthorization: \xff\xfe\r\n\r\n",),
-]
+    (b"\0" * 2000,), (TLS,), (b"GET / HTTP/9.9\r\n\r\n",), (WITHOUT_HOST,), (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",),
+    (b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",), (GET + b"X: y\r\n" * 20_000 + b"\r\n",),
+    (GET + b"X: " + b"y" * 100_000 + b"\r\n\r\n",), (GET + b"Upgrade: websocket\r\nConnection: Upgrade\r\n\r\n",),
+    *((POST + b"Content-Length: %b\r\n\r\n" % length,) for length in (b"-5", b"1e9")),
+    *((POST + b"Content-Length: %b\r\n\r\n{}" % length,) for length in (b"9" * 14, b"5\r\nContent-Length: 6")),
+    (CHUNKED, b"zz\r\nnonsense\r\n"), (CHUNKED, b"2\r\n{}\r\n0\r\n\r\n"),
+    (POST + b"Expect: 100-continue\r\nContent-Length: 2\r\n\r\n", b"{}"),
+    (POST + b"Transfer-Encoding: gzip\r\n\r\n{}",),
+    ((GET + b"\r\n") * 20 + b"nonsense\r\n\r\n",), (b"GET /health HTTP/1.0\r\nAuthorization: \xff\xfe\r\n\r\n",),
+]  # fmt: skip
 """What is no HTTP, or strange HTTP."""
 
 
@@ -169,29 +160,23 @@ class RequestFuzzer:
     def _broken(self) -> RawRequest:
         """A body that is cut, changed, or no text at all."""
         path = self._random.choice(self._posts)
-        body = bytearray(_bytes(self._body(path)))
+        body = _bytes(self._body(path))
         place = self._random.randrange(len(body))
-        how = self._random.randrange(6)
-        changed = [
-            bytes(body[:place]),
-            bytes(body[:place]) + self._random.randbytes(3) + bytes(body[place:]),
-            b"\xef\xbb\xbf" + bytes(body),
-            bytes(body).decode().encode("utf-16"),
-            b'{"prompt":' + b"[" * self._random.choice((500, 5000, 100_000)),
+        changed = self._random.choice([
+            body[:place], body[:place] + self._random.randbytes(3) + body[place:], b"\xef\xbb\xbf" + body,
+            body.decode().encode("utf-16"), b'{"prompt":' + b"[" * self._random.choice((500, 5000, 100_000)),
             b'{"prompt": ' + b"9" * 5000 + b"}",
-        ][how]
+        ])  # fmt: skip
         return RawRequest("broken", (self._post(path, changed),))
 
     def _addressed(self) -> RawRequest:
         """Other methods and addresses."""
-        path = self._random.choice(
-            [*self._all["paths"], "/", "/v1", "//", "/%00", "/%ff%fe", "/v1/models/%2e%2e", "/*"]
-        )
+        others = ("/", "/v1", "//", "/%00", "/%ff%fe", "/v1/models/%2e%2e", "/*")
+        path = self._random.choice([*self._all["paths"], *others])
         path = path.replace("{given}", self._random.choice(("bundled", "gpt", "%F0%9F%92%A9", "a/b", "")))
         method = self._random.choice(("GET", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "BREW"))
-        return RawRequest(
-            "addressed", (f"{method} {path} HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\n\r\n".encode(),)
-        )
+        head = f"{method} {path} HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\n\r\n"
+        return RawRequest("addressed", (head.encode(),))
 
     def _raw(self) -> RawRequest:
         return RawRequest("raw", self._random.choice(RAW), self._random.random() < 0.2)
@@ -207,9 +192,7 @@ class RequestFuzzer:
         unit, around = self._random.choice(
             [("1,", "[%s1]"), ('"a",', '["a",%s"a"]'), ("{},", "[%s{}]"), ("a", '"%s"'), ("[1],", "[%s[1]]")]
         )
-        path, field = self._random.choice(
-            [(path, field) for path in self._posts for field in ("prompt", "messages", "stop")]
-        )
+        path, field = self._random.choice(self._posts), self._random.choice(("prompt", "messages", "stop"))
         head = '{"model": "bundled", "%s": %s}'
         room = self._large - len(head) - len(around) - len(field) + self._random.choice((0, 200))
         body = head % (field, around % (unit * (room // len(unit))))
@@ -247,35 +230,19 @@ class RequestFuzzer:
 
     def _field(self, name: str, schema: Json) -> Json:
         """A value of a field: a cheap one for those that cost time, one that the description allows for others."""
-        usual: dict[str, Callable[[], Json]] = {
-            "model": lambda: "bundled",
-            "prompt": lambda: self._random.choice(
-                ("Hi", "def f(x):", ["a", "b"], [5, 6, 7], [[1], [2, 3]], "x " * 400)
-            ),
-            "max_tokens": self._length,
-            "max_completion_tokens": self._length,
-            "max_output_tokens": self._length,
-            "input": lambda: self._random.choice(("Hi", [{"role": "user", "content": "Hi"}], [{"type": "reasoning"}])),
-            "tools": lambda: [copy.deepcopy(self._random.choice(TOOLS))] * self._random.choice((1, 1, 2)),
-            "tool_choice": lambda: self._random.choice(("auto", "none", "required", {"type": "function", "name": "f"})),
-            "logit_bias": lambda: self._random.choice(({"5": 1.5}, {"5": 200}, {"9999": 1}, {"x": 1})),
-            "n": lambda: self._random.choice((1, 1, 2, 3, 128)),
-            "stop": lambda: self._random.choice(("e", ["a", "\n"], "long " * 2000, ["e" * 100_000])),
+        chance = self._random.choice
+        made: dict[str, Callable[[], Json]] = {
+            **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), self._length),
+            "tools": lambda: [copy.deepcopy(chance(TOOLS))] * chance((1, 1, 2)),
             "response_format": self._format,
-            "messages": lambda: self._random.choice(([{"role": "user", "content": "Hi"}], self._value(schema))),
-            "min_tokens": lambda: self._random.choice((0, 0, 1)),
-            "stop_token_ids": lambda: self._random.choice(([], [5], [10**6])),
-            "continue_final_message": lambda: self._random.choice((None, False, True)),
-            "add_generation_prompt": lambda: self._random.choice((None, True, False)),
-            "output_format": lambda: None,
+            "messages": lambda: chance(([{"role": "user", "content": "Hi"}], self._value(schema))),
             "forerun": lambda: {
-                "namespace": self._random.choice(("a", "b", "c", f"n{self._random.randrange(10**6)}")),
-                "budget": self._random.choice((0, 4, 64)),
+                "namespace": chance(("a", "b", "c", f"n{self._random.randrange(10**6)}")), "budget": chance((0, 4, 64)),
             },
-            "role": lambda: self._random.choice(("user", "system")),
-            "content": lambda: self._random.choice(("Hi", "", [{"type": "text", "text": "Hi"}], "y " * 300)),
-        }
-        return usual[name]() if name in usual else self._value(schema)
+        }  # fmt: skip
+        if name in USUAL:
+            return copy.deepcopy(chance(USUAL[name]))
+        return made[name]() if name in made else self._value(schema)
 
     def _length(self) -> int:
         """Of an answer in tokens: short ones as a rule, so that thousands take minutes."""
@@ -284,11 +251,9 @@ class RequestFuzzer:
     def _format(self) -> Json:
         schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, "required": ["a"]}
         found = copy.deepcopy(self._random.choice([schema, schema, *SCHEMAS]))
-        return self._random.choice(
-            [{"type": "json_schema", "json_schema": {"name": "x", "schema": found}}] * 4
-            + [{"type": "json_object"}]
-            + [{"type": kind, kind: text} for kind, text in GRAMMARS]
-        )
+        forms = [{"type": "json_schema", "json_schema": {"name": "x", "schema": found}}] * 4 + [{"type": "json_object"}]
+        forms += [{"type": "regex", "regex": text} for text in REGEXES]
+        return self._random.choice(forms + [{"type": "grammar", "grammar": text} for text in GRAMMARS])
 
     def _value(self, schema: Json) -> Json:
         """A value that a description allows, as far as its simple keywords say."""
@@ -322,11 +287,8 @@ class RequestFuzzer:
                 break
             places.append(below)
         holder, key = self._random.choice(self._random.choice(places))
-        strange = [
-            copy.deepcopy(self._random.choice(SCALARS)),
-            _nested(self._random.choice((3, 50, 400))),
-            copy.deepcopy(self._random.choice(SCHEMAS)),
-        ]
+        scalar, schema = copy.deepcopy((self._random.choice(SCALARS), self._random.choice(SCHEMAS)))
+        strange = [scalar, _nested(self._random.choice((3, 50, 400))), schema]
         holder[key] = self._random.choices(strange, (0.8, 0.1, 0.1))[0]
 
 
@@ -337,10 +299,7 @@ def _keys(value: Json) -> list[Any]:
 
 
 def _nested(depth: int) -> Json:
-    made: Json = 1
-    for level in range(depth):
-        made = [made] if level % 2 else {"a": made}
-    return made
+    return json.loads('{"a": [' * (depth // 2) + "1" + "]}" * (depth // 2))
 
 
 def _bytes(body: Json) -> bytes:
