@@ -115,7 +115,6 @@ def start(script: str, path: Path, name: str = "written") -> tuple[int, Path]:
 
 
 def run(script: str, path: Path) -> str:
-    """What a process of its own writes."""
     child, file = start(script, path)
     assert os.waitpid(child, 0)[1] == 0
     return file.read_text()
