@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -189,21 +190,21 @@ def wait_until(holds: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("change", ["begin", "extend", "retrieve", "warm", "load", "finish"])
+CHANGES: dict[str, Callable[[Trie, Path], Any]] = {
+    "begin": lambda trie, _: trie.begin(2, "", range(50)), "warm": lambda trie, _: trie.warm("", [range(500)]),
+    "extend and outgrow its room": lambda trie, _: trie.extend(1, range(500)),
+    "retrieve and outgrow its desk": lambda trie, _: trie.retrieve(1, 512, 8),
+    "load": lambda trie, file: trie.load(file), "finish": lambda trie, _: trie.finish(1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_no_thread_exchanges_arrays_that_another_is_reading(change, monkeypatch, tmp_path):
     trie = Trie()
     for request in range(2):
         trie.begin(request, "", [1, 2, 3, 1, 2], expected=4)
     trie.save(tmp_path / "trie")
-    changes: dict[str, Callable[[], Any]] = {
-        "begin": lambda: trie.begin(2, "", range(50)),
-        "extend": lambda: trie.extend(1, range(500)),  # outgrows its room
-        "retrieve": lambda: trie.retrieve(1, 512, 8),  # and its desk
-        "warm": lambda: trie.warm("", [range(500)]),
-        "load": lambda: trie.load(tmp_path / "trie"),
-        "finish": lambda: trie.finish(1),
-    }
-    step, other = entry_points.step, threading.Thread(target=changes[change])
+    step, other = entry_points.step, threading.Thread(target=lambda: CHANGES[change](trie, tmp_path / "trie"))
 
     def slow(*args: Any) -> tuple[int, int]:
         if threading.current_thread() is not other:
@@ -267,16 +268,17 @@ def test_what_a_forked_process_learns_stays_with_it():
     trie = Trie()  # so large that its arrays are mapped
     trie.warm("", [[1, 2, 3, 4]] * 3)
     trie.begin(0, "", [1, 2])
-    before = trie.retrieve(0, 8, 8)
+
+    def drafted() -> list[Any]:
+        return [part.tolist() for part in trie.retrieve(0, 8, 8)]
 
     def learn() -> bool:
         trie.warm("", [[1, 2, 9, 9, 9]] * 50)
         return trie.tokens("") == 12 + 250
 
+    before = drafted()
     assert status_of_a_child(learn) == 0
-    after = trie.retrieve(0, 8, 8)
-    assert [part.tolist() for part in before] == [part.tolist() for part in after]
-    assert trie.tokens("") == 12
+    assert drafted() == before and trie.tokens("") == 12
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="there are no files without names on this system")
