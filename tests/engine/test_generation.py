@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -310,11 +311,7 @@ def test_bad_settings_are_refused_with_the_reason(tokenizer):
 def test_a_failing_step_still_closes_every_request(monkeypatch):
     closed: list[Row] = []
     engine = forerun.Engine(MODEL, Told(None, closed.append))
-
-    def fail(*given: Any) -> None:
-        raise RuntimeError("the planner failed")
-
-    monkeypatch.setattr(engine.level.planner, "learn", fail)
+    monkeypatch.setattr(engine.level.planner, "learn", Mock(side_effect=RuntimeError("the planner failed")))
     with pytest.raises(RuntimeError, match="the planner failed"):
         engine.generate(list(PROMPTS), max_new_tokens=4)
     assert len(closed) == 3
