@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -308,69 +308,54 @@ def test_merging_keeps_both_trees_within_the_budget():
     assert chain.merged(branches, 2).tokens.tolist() == [1, 2]
 
 
-@dataclass
-class Clock:
-    """Seconds: a pass of the middle level takes one."""
-
-    now: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class TimedScorer(MockScorer):
-    """A middle level whose passes move a clock."""
+    """A middle level, and a clock that its passes move by about a second."""
 
-    def __init__(self, target: MockTarget, clock: Clock) -> None:
-        super().__init__(target)
-        self.clock = clock
+    now = 0.0
 
     def score_rows(
         self, blocks: Sequence[Block], caches: Sequence[TokenCache], states_of: Sequence[int] = ()
     ) -> list[RowScores]:
-        self.clock.now += 1.0 + 0.02 * (sum(map(len, blocks)) - len(blocks))
+        self.now += 1.0 + 0.02 * (sum(map(len, blocks)) - len(blocks))
         return super().score_rows(blocks, caches)
 
 
 class Guesses(Source):
     """The middle level's own next tokens, or wrong ones; asking takes its time."""
 
-    def __init__(self, middle: MockTarget, right: bool, asking: float, clock: Clock) -> None:
-        self.middle, self.right, self.asking, self.clock = middle, right, asking, clock
-        self.asked = 0
+    def __init__(self, middle: TimedScorer, right: bool, asking: float) -> None:
+        self.middle, self.right, self.asking, self.asked = middle, right, asking, 0
 
     def propose(self, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
         self.asked += len(rows)
-        self.clock.now += self.asking * len(rows)
+        self.middle.now += self.asking * len(rows)
         return [self._chain(row.request.tokens.tolist(), limit.nodes) for row, limit in zip(rows, limits, strict=True)]
 
     def _chain(self, text: list[int], budget: int) -> DraftTree:
-        tokens = [
-            best if self.right else (best + 1) % self.middle.table.shape[-1]
-            for best in oracle(self.middle, text, min(budget, 6), Sampler())
-        ]
-        return DraftTree(
-            np.array(tokens), np.arange(-1, len(tokens) - 1), probability=0.8 ** np.arange(1, len(tokens) + 1)
-        )
+        best = np.array(oracle(self.middle.target, text, min(budget, 6), Sampler()))
+        places = np.arange(len(best))
+        tokens = best if self.right else (best + 1) % self.middle.vocabulary
+        return DraftTree(tokens, places - 1, probability=0.8 ** (places + 1))
 
 
 @pytest.mark.parametrize("asking", [0.05, 0.3])
 @pytest.mark.parametrize("right", [True, False])
 def test_a_middle_level_asks_its_drafter_by_the_same_rule(right, asking):
     """What is asked in vain costs it no more than the target; what is right is asked for again and again."""
-    target, clock = MockTarget(peak=3.0, seed=1), Clock()
-    guesses, scorer = Guesses(target, right, asking, clock), TimedScorer(target, clock)
+    target = MockTarget(peak=3.0, seed=1)
+    scorer = TimedScorer(target)
+    guesses, clock = Guesses(scorer, right, asking), lambda: scorer.now
     runtime = replace(default_runtime(), clock=clock, costs=lambda scorer: CostCurve((1, 2), (1.0, 1.02), unit=1.0))
     planner = AdaptivePlanner(runtime, scorer, guesses)
     level, request = middle_level(planner, 8, 12, scorer, clock=clock), Request(PROMPT, 300)
     row = start(level, request)
-    clock.now, chains = 0.0, 0
+    scorer.now, chains = 0.0, 0
     while request.finish_reason is None:
         one_step(level, row, target)
         chains += 1
     passes = sum(request.stats.middle.accepted) + request.stats.middle.steps
     if right:
-        assert clock.now < 0.5 * passes
+        assert scorer.now < 0.5 * passes
     else:
         lost = START_SLACK + SHARE * passes + 2 * asking + 0.02 * chains  # a chain's first pass reads two tokens
-        assert clock.now <= passes + lost and guesses.asked * asking <= lost
+        assert scorer.now <= passes + lost and guesses.asked * asking <= lost
