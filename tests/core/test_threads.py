@@ -37,28 +37,22 @@ class Stage:
     """Holds threads up in a model's forward pass, after its first layer, until they are let go."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._inside: dict[int, threading.Event] = {}
-        self._gates: dict[int, threading.Event] = {}
-        self._pool = ThreadPoolExecutor(4)
+        self._own, self._pool = threading.local(), ThreadPoolExecutor(4)
         model.model.layers[0].register_forward_hook(self._wait)
 
     def _wait(self, *_: Any) -> None:
-        me = threading.get_ident()
-        if me in self._gates:
-            self._inside[me].set()
-            assert self._gates[me].wait(PATIENCE)
+        if (events := getattr(self._own, "events", None)) is not None:
+            inside, gate = events
+            inside.set()
+            assert gate.wait(PATIENCE)
 
     def enter(self, work: Callable[[], Any]) -> tuple[Future[Any], threading.Event]:
         """Start ``work`` in a thread of its own, up to the middle of its first pass; and what lets it go on."""
         inside, gate = threading.Event(), threading.Event()
 
         def run() -> Any:
-            me = threading.get_ident()
-            self._inside[me], self._gates[me] = inside, gate
-            try:
-                return work()
-            finally:
-                del self._gates[me]
+            self._own.events = inside, gate
+            return work()
 
         future = self._pool.submit(run)
         assert inside.wait(PATIENCE)
