@@ -65,19 +65,14 @@ def test_gumbel_noise_has_the_distribution_of_its_name(salt):
     pytest.param((1, 4, Salt.DRAFT), id="the draft's noise"),
     pytest.param((1, 4, Salt.ACCEPT), id="the acceptance noise"),
     pytest.param((1, 4, Salt.RESIDUAL), id="the residual's noise"),
+    *(pytest.param(lag, id=f"a token {lag} further") for lag in (1, 2, 64)),
 ])  # fmt: skip
 def test_noise_is_independent_of_noise_for(other):
-    u, v = uniforms(gumbel(1, 4, SIZE, Salt.TARGET)), uniforms(gumbel(other[0], other[1], SIZE, other[2]))
+    u = uniforms(gumbel(1, 4, SIZE, Salt.TARGET))
+    u, v = (u[other:], u[:-other]) if isinstance(other, int) else (u, uniforms(gumbel(*other[:2], SIZE, other[2])))
     counts = np.histogram2d(u, v, 20, ((0, 1), (0, 1)))[0].ravel()
     assert chi_square_p(counts, np.full(400, 1 / 400)) > 1e-4
     assert abs(np.corrcoef(u, v)[0, 1]) < 4 / math.sqrt(SIZE)
-
-
-@pytest.mark.parametrize("lag", [1, 2, 64])
-def test_noise_is_independent_between_tokens(lag):
-    u = uniforms(gumbel(1, 4, SIZE, Salt.TARGET))
-    counts = np.histogram2d(u[lag:], u[:-lag], 20, ((0, 1), (0, 1)))[0].ravel()
-    assert chi_square_p(counts, np.full(400, 1 / 400)) > 1e-4
 
 
 NOISE = {
