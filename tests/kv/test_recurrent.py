@@ -47,6 +47,8 @@ def one_by_one(text: Sequence[int]) -> torch.Tensor:
 
 def with_drafts(states: RecurrentStates, text: Sequence[int], rng: np.random.Generator) -> torch.Tensor:
     """Read the rest of a text by trees that hold some of it among wrong siblings."""
+    uncommitted = Block(TEXT[: rng.integers(1, 200)], DraftTree.chain([1, 2]), states.length)
+    outputs(states, uncommitted)  # without a trace
     while states.length < len(text) - 1:
         here = text[states.length :]
         right = here[1 : 1 + rng.integers(0, min(6, len(here) - 1))]
@@ -151,14 +153,6 @@ def test_snapshots_stay_where_messages_begin_and_are_no_more_for_it():
     assert torch.equal(read(again, other, 50), one_by_one(other))
     positions = snapshots(again)
     assert {64, 640, 1472, 1984, 2048} <= set(positions) and len(positions) <= MAX_SNAPSHOTS + 2
-
-
-def test_a_pass_without_commit_has_no_effect():
-    states = RecurrentStates()
-    read(states, TEXT[:70])
-    for wrong in (TEXT[:200], TEXT[5:9]):
-        outputs(states, Block(wrong, DraftTree.chain([1, 2]), 70))
-    assert torch.equal(read(states, TEXT[:90]), one_by_one(TEXT[:90]))
 
 
 def test_a_model_that_was_cast_and_a_block_somewhere_else_are_refused():
