@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -197,10 +198,8 @@ def test_a_text_that_was_read_once_goes_on_again():
 def test_a_full_disk_ends_the_request_and_frees_everything(tmp_path, monkeypatch):
     _, away = engines(model(), lengths=(500,), host=0, folder=tmp_path)
 
-    def full(*told: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=full))
     with pytest.raises(OSError, match=r"bytes of keys and values cannot be stored in .*: No space left"):
         away.generate(prompt(500), max_new_tokens=4)
     assert away.tiers is not None and not any(away.tiers.taken.values())
@@ -215,10 +214,7 @@ def test_a_copy_that_fails_ends_its_request_alone(monkeypatch):
     assert away.tiers is not None
     wanted = texts(plain, "none", (301,), do_sample=False)[0]
     bad, good = (away.requests(prompt(n, n), max_new_tokens=ROOM, do_sample=False)[0] for n in (700, 301))
-    fetch = CopyEngine.fetch
-
-    def fail() -> None:
-        raise OSError("in the test")
+    fetch, fail = CopyEngine.fetch, Mock(side_effect=OSError("in the test"))
 
     def failing(copy_engine: CopyEngine, parts: Parts) -> Any:
         long = size(parts) > 600 * away.target.kv.nbytes // 6
