@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -235,12 +236,9 @@ def test_more_than_may_wait_is_not_kept_and_nobody_waits(tmp_path, monkeypatch, 
 
 
 def test_a_full_disk_costs_nothing_but_the_keeping(tmp_path, monkeypatch, caplog):
-    def full(*_: Any) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     wanted, _ = ask(engine(None), question(0))
     one = engine(tmp_path)
-    monkeypatch.setattr(kv_file.os, "pwrite", full)
+    monkeypatch.setattr(kv_file.os, "pwrite", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     with caplog.at_level(logging.WARNING, "forerun"):
         assert ask(one, question(0)) == (wanted, 0)
     assert "cannot store a prefix" in caplog.text and "No space" in caplog.text
@@ -286,11 +284,7 @@ def test_the_index_of_a_text_in_memory_is_made_once(indexed):
 def test_a_folder_that_cannot_be_looked_into_harms_no_request(tmp_path, monkeypatch, caplog):
     wanted = [ask(engine(None), question(n))[0] for n in range(2)]
     one = engine(tmp_path)
-
-    def fail(files: DiskLRU, within: str) -> list[str]:
-        raise OSError(errno.EMFILE, "too many open files")
-
-    monkeypatch.setattr(DiskLRU, "names", fail)
+    monkeypatch.setattr(DiskLRU, "names", Mock(side_effect=OSError(errno.EMFILE, "too many open files")))
     assert ask(one, question(0)) == (wanted[0], 0)
     leader, follower = (one.requests([question(n)], max_new_tokens=NEW)[0] for n in range(2))
     with one.batch() as batch:
