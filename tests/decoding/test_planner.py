@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,11 +12,9 @@ from benchmarks.studies.decisions import SHORT, cases, speeds
 from benchmarks.studies.simulated_steps import RIGHT, Branches, Chains, Outline, World, _Model, plain_seconds, simulate
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, uniform
-from forerun.core.tree import DraftTree
 from forerun.decoding.planner import AdaptivePlanner
 from forerun.decoding.recipes import reading
 from forerun.decoding.row import Row
-from forerun.decoding.source import Limit
 from forerun.kv.cache import READ_BLOCK
 from forerun.models.forward.runtime import Runtime
 from forerun.policy.calibration import LOWEST_ODDS, ChainConfidence, odds_of
@@ -141,14 +140,13 @@ def test_a_passage_is_found_by_its_first_tokens_however_expensive_asking_is(aski
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_a_decision_to_draft_nothing_ends_where_a_row_promises_more(rows):
+def test_a_decision_to_draft_nothing_ends_where_a_row_promises_more(rows, monkeypatch):
     """It stands for most steps before, and all of these are booked as progress."""
     world = World(LOADED, asking=0.2, known=lambda row, place: 40 if place >= 300 else 0)
     world.hits = lambda row, place: place >= 300
     decided, begin = list[int](), Choice.begin
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Choice, "begin", lambda *given: decided.append(world.steps) or begin(*given))
-        seconds, planner = simulate(world, Outline(rows, 400, sources="t"))
+    monkeypatch.setattr(Choice, "begin", lambda *given: decided.append(world.steps) or begin(*given))
+    seconds, planner = simulate(world, Outline(rows, 400, sources="t"))
     assert sum(step < 300 for step in decided) < 60
     assert min(place for _, place in world.asked if place > 100) <= 301
     assert planner.choice.ledger.progress == pytest.approx(400 * LOADED.of([1] * rows, [0] * rows), rel=0.01)
@@ -158,12 +156,9 @@ def test_a_decision_to_draft_nothing_ends_where_a_row_promises_more(rows):
 def test_suffixes_are_not_looked_up_where_they_cannot_be_long_enough_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     """A proposal costs more than a copy of three tokens gains, and less than one of eight does."""
     looked_up, promise, unit = list[int](), Branches.promise, 2e-4 / 2.5
-
-    def counted(source: Branches, rows: Sequence[Row]) -> list[int | None]:
-        looked_up.append(len(rows[0].request))
-        return promise(source, rows)
-
-    monkeypatch.setattr(Branches, "promise", counted)
+    monkeypatch.setattr(
+        Branches, "promise", lambda source, rows: looked_up.append(len(rows[0].request)) or promise(source, rows)
+    )
     world = World(CostCurve((1, 2), (1.0, 1.02), unit=unit), plain=unit, asking=2e-4)
     world.known, world.hits = lambda row, place: max(place - 150, 0), lambda row, place: place >= 150
     simulate(world, Outline(1, 200, sources="t"))
@@ -173,11 +168,7 @@ def test_suffixes_are_not_looked_up_where_they_cannot_be_long_enough_yet(monkeyp
 
 def test_a_source_that_fails_is_not_consulted_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its state of the row is gone."""
-
-    def broken(source: Branches, rows: Sequence[Row], limits: Sequence[Limit]) -> list[DraftTree]:
-        raise RuntimeError("broken")
-
-    monkeypatch.setattr(Branches, "propose", broken)
+    monkeypatch.setattr(Branches, "propose", Mock(side_effect=RuntimeError("broken")))
     world = World(LOADED, known=lambda row, place: 40 + row)
     simulate(world, Outline(2, 50, sources="t"))
     assert world.steps == 50
@@ -264,19 +255,15 @@ def test_a_head_that_is_never_right_is_left(deepening, cached):
     assert np.median(ratios) >= 0.97, ratios
 
 
-def test_a_head_that_is_left_gets_no_states_and_lets_steps_be_skipped():
+def test_a_head_that_is_left_gets_no_states_and_lets_steps_be_skipped(monkeypatch):
     """It is tried again after as many steps as the ledger says."""
     kept, decided, learn, begin = list[bool](), list[int](), AdaptivePlanner.learn, Choice.begin
-
-    def watched(planner: AdaptivePlanner, *given: Any) -> None:
-        kept.append(bool(planner.states))
-        learn(planner, *given)
-
     world = with_head(0, SHORT, 0.3, 0.0, 0.0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AdaptivePlanner, "learn", watched)
-        patch.setattr(Choice, "begin", lambda *given: decided.append(world.steps) or begin(*given))
-        simulate(world, Outline(1, 96, sources="td", batches=16))
+    monkeypatch.setattr(
+        AdaptivePlanner, "learn", lambda planner, *given: kept.append(bool(planner.states)) or learn(planner, *given)
+    )
+    monkeypatch.setattr(Choice, "begin", lambda *given: decided.append(world.steps) or begin(*given))
+    simulate(world, Outline(1, 96, sources="td", batches=16))
     late = kept[400:]
     assert sum(late) < 0.1 * len(late) and len(decided) < 0.75 * len(kept)
     assert world.deepened[-1][1] > 0 and 4 < len(world.deepened) < 0.05 * len(kept)
@@ -424,12 +411,10 @@ class Preparing(Chains):
         return True
 
 
-def preparing(
-    world: World, drafting: float, cached: float = 0.0, beside: bool = True, reads: Callable[[int], int] = int
-) -> tuple[AdaptivePlanner, Preparing]:
-    """``cached``: what a cached token adds to a pass; ``beside``: whether there are trees, too; ``reads``: which cached
-    tokens a drafting pass reads."""
-    trees, chains, model = Branches(world) if beside else None, Preparing(world), _Model()
+def preparing(drafting: float, cached: float, reads: Callable[[int], int]) -> tuple[AdaptivePlanner, Preparing]:
+    """``cached``: what a cached token adds to a pass; ``reads``: which cached tokens a drafting pass reads."""
+    world, model = World(), _Model()
+    trees, chains = Branches(world), Preparing(world)
     curve = CostCurve((1, 2, 512), (1.0, 1.02, 11.2), (1, 2), (cached, cached), unit=1.0)
     planner = AdaptivePlanner(
         Runtime(world.clock, lambda scorer: curve), model, trees, None, chains, longest=12,
@@ -452,7 +437,7 @@ def admitted(planner: AdaptivePlanner, prompt: Sequence[int], tokens: int) -> Ro
 @pytest.mark.parametrize(("tokens", "drafting", "prepared"), [(500, 0.2, True), (500, 3.0, False), (4, 0.2, False)])
 def test_a_long_prompt_is_read_for_chains_if_they_are_expected_to_save_more_than_that_takes(tokens, drafting, prepared):
     """What that costs beyond its share is booked."""
-    planner, chains = preparing(World(), drafting, cached=5e-5, reads=reading(100))
+    planner, chains = preparing(drafting, 5e-5, reading(100))
     admitted(planner, range(10_000), tokens)
     free = 0.05 * planner.choice.costs.table.prefill(10_000)
     assert bool(chains.prepared) == prepared
@@ -461,7 +446,7 @@ def test_a_long_prompt_is_read_for_chains_if_they_are_expected_to_save_more_than
 
 def test_a_prompt_is_not_prepared_where_that_costs_more_than_a_share_of_reading_it():
     """A first request has saved nothing yet."""
-    planner, chains = preparing(World(), 0.2, cached=0.02, reads=reading(10))
+    planner, chains = preparing(0.2, 0.02, reading(10))
     admitted(planner, range(600), 10_000)
     assert not chains.prepared
     planner.choice.ledger.book(0.0, 1000.0)
@@ -471,14 +456,11 @@ def test_a_prompt_is_not_prepared_where_that_costs_more_than_a_share_of_reading_
 
 @pytest.mark.parametrize(("small", "prompt", "read"), [(0.1, 100, 1), (0.9, 100, 0)])
 def test_a_short_prompt_is_read_by_a_small_model_that_is_measured_to_pay(small, prompt, read):
-    world, own, model = World(hits=lambda row, place: False), _Model(), _Model()
-    chains = Preparing(world, 0.1)
-
-    def costs(scorer: object) -> CostCurve:
-        return CostCurve((1, 2, 512), (1.0, 1.02, 11.2), unit=small if scorer is own else 1.0)
-
+    world, own, model = World(), _Model(), _Model()
+    chains, curve = Preparing(world, 0.1), CostCurve((1, 2, 512), (1.0, 1.02, 11.2), unit=1.0)
+    runtime = Runtime(world.clock, lambda scorer: replace(curve, unit=small) if scorer is own else curve)
     planner = AdaptivePlanner(
-        Runtime(world.clock, costs), model, Branches(world), None, chains, longest=12,
+        runtime, model, Branches(world), None, chains, longest=12,
         draft=DraftPasses(weight=3.0, window=200, alone=504), small=own,
     )  # fmt: skip
     row = admitted(planner, range(prompt), 200)
