@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -118,18 +119,12 @@ def test_turns_are_taken_in_the_order_in_which_threads_come():
     assert order == ["second", "again", "third", "again"]
 
 
-def test_a_turn_that_is_waited_for_in_vain_is_given_up():
+def test_a_turn_that_is_waited_for_in_vain_is_given_up(monkeypatch):
     lock = FairLock()
-
-    class Interrupted(threading.Condition):
-        def wait(self, timeout: float | None = None) -> bool:
-            raise KeyboardInterrupt
-
     lock._queue.append(0)  # another thread has the turn
-    before, lock._changed = lock._changed, Interrupted()
+    monkeypatch.setattr(lock._changed, "wait", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         lock.__enter__()
-    lock._changed = before
     assert list(lock._queue) == [0]
 
 
@@ -157,21 +152,19 @@ def test_a_text_that_the_garbage_collector_closes_in_a_step_is_let_go_after_it(m
     assert live[0] == 2 and live[-1] == 1 and not engine._lock._queue
 
 
-def test_what_comes_while_a_thread_waits_for_the_lock_waits_too():
+def test_what_comes_while_a_thread_waits_for_the_lock_waits_too(monkeypatch):
     lock, order = FairLock(), []
 
     def job() -> None:
         with lock:
             order.append("job")
 
-    class Collects(threading.Condition):
-        def wait(self, timeout: float | None = None) -> bool:
-            lock.when_free(job)  # as the garbage collector may
-            lock._queue.popleft()  # the other thread leaves
-            return True
+    def wait() -> None:
+        lock.when_free(job)  # as the garbage collector may
+        lock._queue.popleft()  # the other thread leaves
 
     lock._queue.append(0)  # another thread has the turn
-    lock._changed = Collects()
+    monkeypatch.setattr(lock._changed, "wait", wait)
     with lock:
         order.append("mine")
     assert order == ["mine", "job"] and not lock._queue
