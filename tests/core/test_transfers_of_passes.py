@@ -41,10 +41,8 @@ def mixed(method: str) -> list[Sampler]:
 
 
 class AwayScorer(MockScorer):
-    def score_rows(
-        self, blocks: Sequence[Block], caches: Sequence[TokenCache], states_of: Sequence[int] = ()
-    ) -> list[RowScores]:
-        return [RowScores(there(row.logits)) for row in super().score_rows(blocks, caches)]
+    def score_rows(self, blocks: Sequence[Block], *rest: Any) -> list[RowScores]:
+        return [RowScores(there(row.logits)) for row in super().score_rows(blocks, *rest)]
 
 
 class ChainScorer(AwayScorer):
@@ -52,23 +50,19 @@ class ChainScorer(AwayScorer):
 
     by_tables = True
 
-    def score_rows(
-        self, blocks: Sequence[Block], caches: Sequence[TokenCache], states_of: Sequence[int] = ()
-    ) -> list[RowScores]:
+    def score_rows(self, blocks: Sequence[Block], *rest: Any) -> list[RowScores]:
         known = [
             block if block.ids is None else Block(here(block.ids).numpy(), block.tree, block.start) for block in blocks
         ]
-        return super().score_rows(known, caches)
+        return super().score_rows(known, *rest)
 
 
 class ChoosingScorer(ChainScorer):
     """Chooses inside the pass, by the blocks' noise."""
 
-    def score_rows(
-        self, blocks: Sequence[Block], caches: Sequence[TokenCache], states_of: Sequence[int] = ()
-    ) -> list[RowScores]:
+    def score_rows(self, blocks: Sequence[Block], *rest: Any) -> list[RowScores]:
         choose = pytest.importorskip("forerun.kernels.gpu.token_choice", reason="Triton is not installed").choose
-        found = super().score_rows(blocks, caches)
+        found = super().score_rows(blocks, *rest)
         noise = torch.tensor([block.noise for block in blocks])
         best = there(choose(torch.cat([here(row.logits) for row in found]), noise))
         return [row._replace(best=own) for row, own in zip(found, best.split(1), strict=True)]
