@@ -250,26 +250,15 @@ def test_rows_of_a_batch_share_the_passes_of_every_level():
         assert tree.tokens.tolist() == oracle(target, request.prompt.tolist(), 8, Sampler())
 
 
-class Shapes(Planner):
-    """Drafts nothing, and notes what passes it was told of."""
-
-    def __init__(self) -> None:
-        super().__init__(trees=Silent())
-        self.told: list[PassShape] = []
-
-    def plan(self, rows, budgets, shape) -> list[DraftTree] | None:
-        self.told.append(shape())
-        return None
-
-
 def test_the_planner_is_told_what_the_middle_levels_pass_reads():
     """A pass over a sparse cache reads less than all of a text, and its nodes are as cheap as that."""
-    planner = Shapes()
+    planner, told = Planner(trees=Silent()), list[PassShape]()
+    planner.plan = lambda rows, budgets, shape: told.append(shape())
     level = middle_level(planner, 3, 2, MIDDLE, reads=reading(4, 0.5))
     rows = [start(level, request) for request in (Request([0, 1], 9), Request([1] * 11, 9))]
     level.propose(rows, [Limit(16)] * 2)
-    assert [shape.cached for shape in planner.told] == [[1, 7], [2, 7]]
-    assert [shape.left for shape in planner.told] == [[2, 2], [1, 1]]
+    assert [shape.cached for shape in told] == [[1, 7], [2, 7]]
+    assert [shape.left for shape in told] == [[2, 2], [1, 1]]
 
 
 def test_a_draft_model_that_knows_more_tokens_is_refused():
@@ -313,11 +302,9 @@ class TimedScorer(MockScorer):
 
     now = 0.0
 
-    def score_rows(
-        self, blocks: Sequence[Block], caches: Sequence[TokenCache], states_of: Sequence[int] = ()
-    ) -> list[RowScores]:
+    def score_rows(self, blocks: Sequence[Block], *rest: Any) -> list[RowScores]:
         self.now += 1.0 + 0.02 * (sum(map(len, blocks)) - len(blocks))
-        return super().score_rows(blocks, caches)
+        return super().score_rows(blocks, *rest)
 
 
 class Guesses(Source):
