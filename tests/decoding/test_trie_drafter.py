@@ -1,6 +1,7 @@
 """The trie drafter through the engine's eyes: begin, propose and observe in turn, finish."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -225,18 +226,10 @@ def test_a_given_trie_is_used_with_its_own_configuration():
 # Before the trie's machine code is there, texts are generated without drafts
 
 
-class SlowCompilation:
-    """Processes that run until the test says otherwise."""
-
-    running = True
-
-    def wait(self) -> None:
-        raise AssertionError("nobody should wait for it")
-
-
 @pytest.fixture
-def compilation(monkeypatch: pytest.MonkeyPatch) -> SlowCompilation:
-    started = SlowCompilation()
+def compilation(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Processes that run until the test says otherwise."""
+    started = SimpleNamespace(running=True, wait=lambda: pytest.fail("nobody should wait for it"))
     monkeypatch.setattr(trie_source, "compiled_before", lambda: False)
     monkeypatch.setattr(trie_source, "Compilation", lambda: started)
     return started
