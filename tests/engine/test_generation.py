@@ -24,7 +24,6 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedTokenizerFast,
     QuantizedCache,
-    StoppingCriteria,
     StoppingCriteriaList,
     TextIteratorStreamer,
     TextStreamer,
@@ -68,15 +67,12 @@ class BanEven(LogitsProcessor):
         return scores
 
 
-class StopAfter(StoppingCriteria):
-    def __init__(self, token: int) -> None:
-        self.token = token
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return input_ids[:, -1] == self.token
-
-
 FREE_RUN = by_transformers(max_new_tokens=30, eos_token_id=None, do_sample=False)
+
+
+def stop_after_the_seventh(ids: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
+    return ids[:, -1] == FREE_RUN[6]
+
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "max_new_tokens": {"max_new_tokens": 3}, "max_length": {"max_length": 20}, "default_length": {},
@@ -93,7 +89,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "forced_eos": {"max_new_tokens": 12, "forced_eos_token_id": EOS},
     "length_penalty": {"max_new_tokens": 30, "exponential_decay_length_penalty": (5, 1.2)},
     "processors": {"max_new_tokens": 30, "logits_processor": LogitsProcessorList([BanEven()])},
-    "criteria": {"max_new_tokens": 30, "stopping_criteria": StoppingCriteriaList([StopAfter(FREE_RUN[6])])},
+    "criteria": {"max_new_tokens": 30, "stopping_criteria": StoppingCriteriaList([stop_after_the_seventh])},
     "allowed": {"max_new_tokens": 30, "prefix_allowed_tokens_fn": lambda row, ids: [7, 9, int(ids[-1] + 1) % 48]},
     "config": {"generation_config": GenerationConfig(max_new_tokens=17, repetition_penalty=1.3, eos_token_id=EOS)},
 }  # fmt: skip
@@ -435,28 +431,17 @@ def test_what_a_processor_gives_beside_ids_is_refused():
         next(engine.stream(PROMPT, max_new_tokens=2, streamer=TextStreamer(None)))
 
 
-class Kept(BaseStreamer):
-    def __init__(self) -> None:
-        self.values: list[list[int]] = []
-        self.ended = False
-
-    def put(self, value: torch.Tensor) -> None:
-        self.values.append(value.flatten().tolist())
-
-    def end(self) -> None:
-        self.ended = True
-
-
 @pytest.mark.parametrize(("name", "door"), [
     ("forerun_streamer", forerun.custom_generate), ("streamer", forerun.custom_generate),
     ("streamer", lambda *given, **options: forerun.custom_generate(*given, **options)),
 ])  # fmt: skip
 def test_a_streamer_of_custom_generate_gets_the_prompt_first(name, door):
-    ids, theirs, ours = torch.tensor([PROMPT]), Kept(), Kept()
+    ids, theirs, ours = torch.tensor([PROMPT]), Mock(spec=BaseStreamer), Mock(spec=BaseStreamer)
     options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
     MODEL.generate(ids, streamer=theirs, **options)
     MODEL.generate(ids, custom_generate=door, **{name: ours}, **options)
-    assert ours.values == theirs.values and ours.ended and len(ours.values) == 6
+    told, wanted = ([call.args[0].flatten().tolist() for call in one.put.call_args_list] for one in (ours, theirs))
+    assert told == wanted and len(told) == 6 and ours.end.called
 
 
 def byte_tokenizer(text: str) -> PreTrainedTokenizerFast:
