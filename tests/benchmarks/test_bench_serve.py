@@ -35,12 +35,6 @@ def requests_of(count: int, tokens: int = 4) -> list[LoadRequest]:
     return [dataclasses.replace(request, tokens=tokens) for request in mixed(PROMPTS, [tokens], 0.8, 1)][:count]
 
 
-def answered(
-    request: LoadRequest, grew: Sequence[float], ended: float, tokens: int, error: str | None = None
-) -> Answer:
-    return Answer(request, "x", 0.0, ended, grew, {"completion_tokens": tokens}, error)
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
     model, tokenizer = load("bundled", device="cpu")
@@ -95,20 +89,17 @@ def test_a_stream_is_understood_wherever_it_is_cut():
     assert answer.first == 1.0 and answer.each == 450.0
 
 
-@pytest.mark.parametrize(
-    ("reply", "error"),
-    [
-        ({"status": 429, "reads": [(1.0, b'{"error": "full"}')]}, 'status 429: {"error": "full"}'),
-        ({"status": 200, "reads": [(1.0, b'data: {"error": {"message": "no"}}\n\n')]}, "no"),
-        ({"status": 200, "reads": [(1.0, b'data: {"choices": [{"text": "a"}]}\n\n')]}, "ended before"),
-        ({"error": "ReadError: gone"}, "gone"),
-    ],
-)
+@pytest.mark.parametrize(("reply", "error"), [
+    ({"status": 429, "reads": [(1.0, b'{"error": "full"}')]}, 'status 429: {"error": "full"}'),
+    ({"status": 200, "reads": [(1.0, b'data: {"error": {"message": "no"}}\n\n')]}, "no"),
+    ({"status": 200, "reads": [(1.0, b'data: {"choices": [{"text": "a"}]}\n\n')]}, "ended before"),
+    ({"error": "ReadError: gone"}, "gone"),
+])  # fmt: skip
 def test_what_is_no_whole_answer_is_an_error_and_counts_as_that_alone(reply, error):
     (request,) = requests_of(1)
     broken = parsed(Reply(request, **reply))
     assert error in str(broken.error) and broken.digest is None
-    row = figures([broken, answered(request, [0.5, 0.6], 1.0, 6)], 2.0, 0.1)
+    row = figures([broken, Answer(request, "x", 0.0, 1.0, [0.5, 0.6], {"completion_tokens": 6}, None)], 2.0, 0.1)
     assert (row["requests"], row["errors"], row["requests_per_second"], row["tokens_per_second"]) == (2, 1, 0.5, 3.0)
     assert row["first_p50"] == 0.5 and row["gap_p99"] == pytest.approx(0.1) and row["each_p50"] == pytest.approx(0.1)
 
@@ -203,15 +194,10 @@ def test_a_request_of_ours_that_was_not_answered_is_found_and_counted_over_all_l
 
 
 def test_a_server_that_ends_at_once_is_quoted(tmp_path):
-    subject = ServedModel("bundled", find("bundled"), "float32", "cpu")
-    broken = dataclasses.replace(
-        servers.forerun(subject, "none"), command=[*servers.forerun(subject, "none").command[:3], "nonsense"]
-    )
-    with (
-        pytest.raises(ServerError, match=r"forerun none ended with status 2: .*nonsense"),
-        servers.started(broken, False, tmp_path / "logs"),
-    ):
-        pass
+    right = servers.forerun(ServedModel("bundled", find("bundled"), "float32", "cpu"), "none")
+    broken = dataclasses.replace(right, command=[*right.command[:3], "nonsense"])
+    with pytest.raises(ServerError, match=r"forerun none ended with status 2: .*nonsense"):
+        servers.started(broken, False, tmp_path / "logs").__enter__()
 
 
 def test_commands_serve_the_same_files_in_the_same_type():

@@ -5,6 +5,7 @@ import copy
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -61,11 +62,7 @@ def test_rows_of_a_batch_are_of_equal_context_if_asked_for(saved, tmp_path):
 
 def test_what_was_measured_is_written_when_a_later_prompt_or_part_fails(saved, tmp_path, monkeypatch):
     texts = books(tmp_path, 400)
-
-    def fails(bench: TriforceBench, size: int) -> object:
-        raise ValueError("the power failed")
-
-    monkeypatch.setattr(TriforceBench, "_rows", fails)
+    monkeypatch.setattr(TriforceBench, "_rows", Mock(side_effect=ValueError("the power failed")))
     done = measured(saved, texts, tmp_path / "out", "--parts", "temperatures,batches", "--batches", "2")
     assert done.exit_code == 2 and "the power failed" in done.stderr
     assert "## Speed-up, and acceptance in brackets, by temperature" in done.stdout

@@ -14,16 +14,7 @@ from benchmarks.capacity.gpu_cost import chain_seconds, expected_tokens
 from benchmarks.capacity.shapes import ModelShape, random_model
 from benchmarks.long_context import long_bench as longcontext
 from benchmarks.long_context import needles
-from benchmarks.long_context.long_bench import (
-    LongBench,
-    LongRun,
-    LongSeries,
-    Prefilled,
-    prefill,
-    sampled,
-    shortened,
-    summarise,
-)
+from benchmarks.long_context.long_bench import LongBench, LongRun, LongSeries, Prefilled, prefill, sampled, shortened
 from benchmarks.long_context.needles import Haystack, NeedleQuestion, UnverifiedDecoder
 from benchmarks.long_context.texts import Texts
 from benchmarks.papers.simulated_acceptance import random_prompt, simulated
@@ -47,7 +38,7 @@ def test_contestants_give_plain_s_text_and_rows_say_so(engine):
     bench = LongBench(engine, rounds=2)
     rows = [prefill(engine, PROMPT[:length], 40) for length in (90, 61)]
     series = bench.run([rows], DRAFTERS, SETTINGS, sampled(0.7, 10))
-    found = summarise(series, context=90)
+    found = longcontext.summarise(series, context=90)
     assert [row["contestant"] for row in found] == ["none", *DRAFTERS]
     for row in found:
         assert row["same_output"] == 1 and row["context"] == 90 and row["time_to_first_token"] is not None
@@ -94,7 +85,7 @@ def test_speed_is_by_medians_and_spread_by_rounds():
     assert len(both[1].runs) == 2 and both[1].tokens_per_second == 4
     for stats in (run.stats[0] for run in plain.runs[0]):
         stats.record(0, 0, 1)
-    row = summarise([plain, fast])[1]
+    row = longcontext.summarise([plain, fast])[1]
     assert (row["speed_up"], row["slowest"], row["fastest"]) == (2, 2, 4)
     assert row["time_to_first_token"] == 10.5
 
@@ -108,14 +99,13 @@ def test_the_speed_up_is_never_beyond_the_slowest_and_fastest_round(prompts, rou
         LongSeries(name, [[run() for _ in range(rounds)] for _ in range(prompts)], [None] * prompts)
         for name in ("none", "x")
     )
-    row = summarise([plain, fast])[1]
+    row = longcontext.summarise([plain, fast])[1]
     assert row["slowest"] <= row["speed_up"] <= row["fastest"]
 
 
 def plain(engine: Engine, tokens: list[int], new_tokens: int) -> list[int]:
     request = sampled(0.0, new_tokens)(engine, tokens, "none")
-    for _ in engine.run([request]):
-        pass
+    list(engine.run([request]))
     return request.generated.tolist()
 
 
@@ -195,7 +185,7 @@ def test_simulated_acceptance_is_what_was_stated(simulator, drafter, accepted, i
     settings = LongContextConfig(random_model(SHAPE, torch.float32), 2, 4, False, 24, 4, window=8)
     prompt = random_prompt(simulator.target, 100, 180, 48)
     series = LongBench(simulator, 1).run([[prompt]], [drafter], settings, simulated(0.8, 0.5, 160, 48))
-    row = summarise(series)[1]
+    row = longcontext.summarise(series)[1]
     assert row["same_output"] == 1
     assert row["acceptance"] == pytest.approx(accepted, abs=0.1)
     assert row["middle_acceptance"] == (None if inner is None else pytest.approx(inner, abs=0.1))

@@ -1,5 +1,6 @@
 """Passes are measured in turns, compared with one token and with the bandwidth; no time is asserted."""
 
+import itertools
 import json
 
 import pytest
@@ -7,31 +8,13 @@ from support.tiny import tiny
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.studies.passes import (
-    MATMUL,
-    MEMORY,
-    PassSizes,
-    Work,
-    measure,
-    summarise,
-    weight_bytes,
-)
-
-
-def ticking(step: float = 0.5):
-    time = 0.0
-
-    def clock() -> float:
-        nonlocal time
-        time += step
-        return time
-
-    return clock
+from benchmarks.studies.passes import MATMUL, MEMORY, PassSizes, Work, measure, summarise, weight_bytes
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral"])
 def test_every_pass_is_measured_for_every_dtype(name):
-    rows = measure([tiny(name), tiny(name)], PassSizes([1, 2, 4], 16, [32], rounds=2, buffer=4096), ticking())
+    clock = itertools.count(0.5, 0.5).__next__
+    rows = measure([tiny(name), tiny(name)], PassSizes([1, 2, 4], 16, [32], rounds=2, buffer=4096), clock)
     ours = [(row["kind"], row["tokens"]) for row in rows if row["who"] == "forerun"]
     assert ours == [("pass", 1), ("pass", 2), ("pass", 4), ("prompt", 32)] * 2
     theirs = [(row["kind"], row["tokens"]) for row in rows if row["who"] == "transformers"]
@@ -44,14 +27,10 @@ def test_ratios_and_shares_are_of_medians_without_the_first_round():
     def work(who: str, kind: str, tokens: int, nbytes: int, *seconds: float) -> Work:
         return Work("float32", who, kind, tokens, nbytes, run=list, seconds=[99.0, *seconds])
 
-    rows = summarise(
-        [
-            work(MEMORY, "read", 0, 1000, 0.5, 1.0, 7.0),
-            work("forerun", "pass", 1, 500, 1.0, 1.0, 3.0),
-            work("forerun", "pass", 8, 500, 1.5, 1.5, 1.0),
-            work("forerun", "prompt", 32, 500, 4.0, 4.0, 4.0),
-        ]
-    )
+    rows = summarise([
+        work(MEMORY, "read", 0, 1000, 0.5, 1.0, 7.0), work("forerun", "pass", 1, 500, 1.0, 1.0, 3.0),
+        work("forerun", "pass", 8, 500, 1.5, 1.5, 1.0), work("forerun", "prompt", 32, 500, 4.0, 4.0, 4.0),
+    ])  # fmt: skip
     assert [row["ratio_to_one_token"] for row in rows] == [None, 1.0, 1.5, None]
     assert [row["share_of_bandwidth"] for row in rows] == [1.0, 0.5, pytest.approx(1 / 3), None]
     assert rows[3]["tokens_per_second"] == 8

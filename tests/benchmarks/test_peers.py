@@ -22,14 +22,11 @@ from benchmarks.tasks.task_bench import TaskBench
 from forerun.bench import report
 from forerun.bench.rounds import BASELINE, PromptSet, Run, Series
 
+VARIANTS = {"fake": {}, "fake in text": {"step": 2}, "fake that is broken": {"broken": True}}
 FAKE = PeerLibrary(
-    "fake-peer",
-    {"json": "json"},
-    "support.fake_peer",
-    lambda subject, folder: (folder / "graph").touch(),
-    lambda subject: {},
-    {"fake": {}, "fake in text": {"step": 2}, "fake that is broken": {"broken": True}},
-)
+    "fake-peer", {"json": "json"}, "support.fake_peer", lambda subject, folder: (folder / "graph").touch(),
+    lambda subject: {}, VARIANTS,
+)  # fmt: skip
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -133,22 +130,21 @@ def test_what_a_source_file_says_is_taken_over_and_must_fit(tmp_path):
 
 
 def test_models_that_peers_cannot_be_given_are_refused():
-    with pytest.raises(ValueError, match=r"float32 and bfloat16, and the model is in torch\.float64"):
-        check(tiny("llama"), byte_tokenizer(), None)
-    with pytest.raises(ValueError, match="this is gpt2"):
-        check(copy.deepcopy(tiny("gpt2")).float(), byte_tokenizer(), None)
-    scaled = copy.deepcopy(tiny("llama, yarn")).float()
-    with pytest.raises(ValueError, match="plain rotary positions, and this has 'yarn'"):
-        check(scaled, byte_tokenizer(), None)
+    for model, message in (
+        (tiny("llama"), r"float32 and bfloat16, and the model is in torch\.float64"),
+        (tiny("gpt2", torch.float32), "this is gpt2"),
+        (tiny("llama, yarn", torch.float32), "plain rotary positions, and this has 'yarn'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check(model, byte_tokenizer(), None)
 
 
 @pytest.mark.parametrize("kind", LIBRARIES, ids=lambda kind: kind.package)
 def test_a_real_peer_gives_transformers_texts(kind):
     if missing := kind.missing():
         pytest.skip(f"{kind.package} is not installed: {missing}")
-    model = single()
-    tokenizer = byte_tokenizer()
-    with running_peers(PeerSubject(model, tokenizer, None, 64), [kind]) as found:
+    model, tokenizer = single(), byte_tokenizer()
+    with running_peers(subject(model), [kind]) as found:
         assert not found.absent
         bench = TaskBench(model, ["none"], others=found.contestants)
         (series,) = bench.run(PromptSet("t", [[7, 9, 11, 7, 9], [20, 21, 22]], [], 12), rounds=1)

@@ -1,6 +1,7 @@
 """The questions for models that chat: enough of each, the same at every call, as long as they say."""
 
 import json
+from random import Random
 
 import pytest
 
@@ -44,8 +45,6 @@ def test_each_task_has_twenty_prompts_or_more_and_always_the_same(name, tasks, f
 
 @pytest.mark.parametrize("books", [True, False])
 def test_passages_are_as_long_as_they_say(books, files):
-    from random import Random
-
     passages = Passages.read(files.books if books else None, "x")
     found = [passages.draw(Random(i), count) for i in range(12)]
     assert all(SHORTEST <= count(passage) <= LONGEST for passage in found)
@@ -59,14 +58,12 @@ def test_a_task_without_its_file_says_so_and_short_files_are_refused(files):
         questions(files, count)["code"](26)
 
 
-@pytest.mark.parametrize(
-    ("line", "said"), [("{}", "line 2 has no prompt"), ("{", "line 2 is no JSON"), ('{"prompt": 1}', "line 2 has no")]
-)
-def test_a_wrong_file_of_questions_is_refused(tmp_path, line, said):
+def test_a_wrong_file_of_questions_is_refused(tmp_path):
     file = tmp_path / "q.jsonl"
-    file.write_text('{"prompt": "a"}\n' + line)
-    with pytest.raises(ValueError, match=said):
-        check_sources(SourceOptions(maths=file))
+    for line, said in (("{}", "line 2 has no prompt"), ("{", "line 2 is no JSON"), ('{"prompt": 1}', "line 2 has no")):
+        file.write_text('{"prompt": "a"}\n' + line)
+        with pytest.raises(ValueError, match=said):
+            check_sources(SourceOptions(maths=file))
     with pytest.raises(ValueError, match="there is no such file"):
         check_sources(SourceOptions(code=tmp_path / "none"))
     with pytest.raises(ValueError, match="no such folder"):

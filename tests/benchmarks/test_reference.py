@@ -56,36 +56,26 @@ def test_any_text_survives_the_tokenizer(small_tokenizer, text):
 
 
 @pytest.mark.parametrize("kind", ["rag", "needle", "table", "quote"])
-@pytest.mark.parametrize("texts", [Material(), PROSE], ids=["invented", "prose"])
-def test_tasks_repeat_for_a_seed_and_differ_between_seeds(kind, texts):
-    drawn = [tasks.make(kind, Random(seed), texts) for seed in range(30)]
-    assert drawn == [tasks.make(kind, Random(seed), texts) for seed in range(30)]
-    assert len({task.prompt for task in drawn}) > 20
+def test_tasks_repeat_for_a_seed_and_answers_say_their_sources_again(kind):
+    for texts in (Material(), PROSE):
+        drawn = [tasks.make(kind, Random(seed), texts) for seed in range(30)]
+        assert drawn == [tasks.make(kind, Random(seed), texts) for seed in range(30)]
+        assert len({task.prompt for task in drawn}) > 20
+    for task in drawn:
+        assert task.sources and all(source in task.prompt for source in task.sources)
+        assert kind == "table" or all(source in task.answer for source in task.sources)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_rag_answers_quote_one_document(seed):
+def test_answers_quote_one_document_or_are_json_equal_to_the_table(seed):
     task = tasks.make("rag", Random(seed), PROSE)
     quoted = task.answer.removeprefix(" According to the documents: ").rstrip(".").split(". ")
     assert any(all(sentence in line for sentence in quoted) for line in task.prompt.splitlines() if line[0:1] == "[")
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_table_answers_are_json_equal_to_the_table(seed):
     task = tasks.make("table", Random(seed))
     lines = task.prompt.removeprefix("Table:\n").split("\n\n")[0].splitlines()
     cells = [line.split(" | " if "|" in line else ",") for line in lines if "---" not in line]
     expected = [dict(zip(cells[0], row, strict=True)) for row in cells[1:]]
     assert [{key: str(value) for key, value in record.items()} for record in json.loads(task.answer)] == expected
-
-
-@pytest.mark.parametrize("kind", ["rag", "needle", "table", "quote"])
-def test_sources_are_what_the_answer_says_again(kind):
-    for seed in range(20):
-        task = tasks.make(kind, Random(seed), PROSE)
-        assert task.sources and all(source in task.prompt for source in task.sources)
-        if kind != "table":
-            assert all(source in task.answer for source in task.sources)
 
 
 def test_crowding_spares_neighbours_and_sources_only():
@@ -108,13 +98,20 @@ def test_rows_name_their_sources_by_token(small_tokenizer):
             assert sum(token in found for token in asked) >= 0.6 * min(len(asked), len(found))
 
 
-def test_word_problems_are_split_and_keep_odd_line_ends(tmp_path):
+def test_word_problems_are_split_keep_odd_line_ends_and_a_line_without_a_pair_is_named(tmp_path):
     rows = [{"prompt": f"Question: {i}\u2028?\nAnswer: ", "answer": str(i)} for i in range(40)]
     file = tmp_path / "maths.jsonl"
     file.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
     kept, held_out = material.read_maths(file)
     assert (len(kept), len(held_out)) == (38, 2)
     assert held_out[0] == ("Question: 0\u2028?\nAnswer:", " 0")
+    for line, what in (
+        ('{"prompt": "p"}', "has no answer"), ('{"answer": "a"}', "has no prompt"), ("{", "is no JSON"),
+        ('{"prompt": "p", "answer": 3}', "has no answer"), ("[]", "has no prompt"),
+    ):  # fmt: skip
+        file.write_text('{"prompt": "p", "answer": "a"}\n\n' + line, encoding="utf-8")
+        with pytest.raises(ValueError, match=rf"maths.jsonl, line 3 {what}"):
+            material.read_held_out(None, file)
 
 
 def test_batches_are_a_function_of_seed_and_step(small_tokenizer):
@@ -217,21 +214,15 @@ def test_a_hybrid_takes_over_what_it_can_and_learns_the_rest(tmp_path):
     q = ours.self_attn.q_proj(ours.input_layernorm(target.model.embed_tokens(tokens))).unflatten(-1, (4, 64))
     size = q.square().mean(-1).sqrt().mean()
     torch.testing.assert_close(layer.self_attn.q_layernorm.weight, size.expand(64))
-    changed = [
-        not torch.equal(a, b.bfloat16().float()) for a, b in zip(model.parameters(), begun.parameters(), strict=True)
-    ]
-    assert sum(changed) > 0.9 * len(changed)
+    pairs = [*zip(model.parameters(), begun.parameters(), strict=True)]
+    assert sum(not torch.equal(a, b.bfloat16().float()) for a, b in pairs) > 0.9 * len(pairs)
 
 
-@pytest.mark.parametrize(
-    ("given", "out", "weights"),
-    [
-        ((), "runs/reference/quick", "runs/reference/quick/weights"),
-        (("--hybrid",), "runs/reference/quick", "runs/reference/quick/weights"),
-        (("--out", "a"), "a", "a/weights"),
-        (("--out", "a", "--weights", "b"), "a", "b"),
-    ],
-)
+@pytest.mark.parametrize(("given", "out", "weights"), [
+    ((), "runs/reference/quick", "runs/reference/quick/weights"), (("--out", "a"), "a", "a/weights"),
+    (("--hybrid",), "runs/reference/quick", "runs/reference/quick/weights"),
+    (("--out", "a", "--weights", "b"), "a", "b"),
+])  # fmt: skip
 def test_a_quick_run_replaces_neither_the_bundled_models_nor_a_real_run(monkeypatch, given, out, weights):
     called: list[tuple[Path, Path]] = []
     monkeypatch.setattr(train, "train_quick", lambda out, weights: called.append((out, weights)))
@@ -260,20 +251,3 @@ def test_bundled_models_are_small_and_share_a_tokenizer():
         pytest.skip(str(missing))
     assert sum(path.stat().st_size for folder in folders for path in folder.iterdir()) < 32 * 2**20
     assert (folders[0] / "tokenizer.json").read_bytes() == (folders[1] / "tokenizer.json").read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("line", "what"),
-    [
-        ('{"prompt": "p"}', "has no answer"),
-        ('{"answer": "a"}', "has no prompt"),
-        ('{"prompt": "p", "answer": 3}', "has no answer"),
-        ("[]", "has no prompt"),
-        ("{", "is no JSON"),
-    ],
-)
-def test_a_line_of_maths_without_a_pair_is_named(tmp_path, line, what):
-    file = tmp_path / "maths.jsonl"
-    file.write_text('{"prompt": "p", "answer": "a"}\n\n' + line, encoding="utf-8")
-    with pytest.raises(ValueError, match=rf"maths.jsonl, line 3 {what}"):
-        material.read_held_out(None, file)

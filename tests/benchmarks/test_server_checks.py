@@ -21,16 +21,10 @@ def stream(gap: float, chunks: int = 50, status: int | None = 200, error: bool =
     return Reply(LoadRequest("beside", "x", 9, 1.0, 0), 0.0, 99.0, reads, status)
 
 
-@pytest.mark.parametrize(
-    ("beside", "faults"),
-    [
-        ([stream(0.019)], 0),
-        ([stream(0.021)], 1),
-        ([], 1),
-        ([stream(0.01), stream(0.01, chunks=0, status=429)], 1),
-        ([stream(0.01, error=True), stream(0.01, chunks=0, status=503)], 2),
-    ],
-)
+@pytest.mark.parametrize(("beside", "faults"), [
+    ([stream(0.019)], 0), ([stream(0.021)], 1), ([], 1), ([stream(0.01), stream(0.01, chunks=0, status=429)], 1),
+    ([stream(0.01, error=True), stream(0.01, chunks=0, status=503)], 2),
+])  # fmt: skip
 def test_what_an_attack_breaks_is_found(beside, faults):
     steps = [(0.0, 0.001, 0.001, 0, 0)]
     rows = [

@@ -8,6 +8,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numba
 import numpy as np
@@ -59,34 +60,22 @@ def stamps(package: Path) -> dict[str, str]:
     return {part: stamp_of(package, part) for part in ("low", "middle", "high", "top", "all")}
 
 
-def changed(package: Path, before: dict[str, str]) -> set[str]:
-    return {part for part, stamp in stamps(package).items() if stamp != before[part]}
-
-
-def test_a_stamp_changes_with_what_the_part_imports_and_with_nothing_above_it(package):
-    before = stamps(package)
-    assert len(set(before.values())) == len(before)
-    assert not changed(package, before)
-    (package / "low/deep/constant.py").write_text("SCALE = 11\n")
-    assert changed(package, before) == {"low", "high", "top", "all"}
-    before = stamps(package)
-    (package / "middle/inner.py").rename(package / "middle/renamed.py")
-    assert changed(package, before) == {"middle", "high", "top", "all"}
-    before = stamps(package)
-    (package / "top.py").write_text("")
-    assert changed(package, before) == {"top", "all"}
-    before = stamps(package)
-    (package / "core/compiling.py").write_text("")
-    assert changed(package, before) == {"middle", "high", "all"}  # nothing leads from "top" to it any more
-
-
-def test_a_stamp_changes_with_the_libraries_that_write_the_code(package, monkeypatch):
-    before = stamps(package)
-    monkeypatch.setattr("llvmlite.__version__", "0")
-    assert changed(package, before) == set(before)
-    before = stamps(package)
-    monkeypatch.setattr("numpy.__version__", "0")
-    assert changed(package, before) == set(before)
+def test_a_stamp_changes_with_what_the_part_imports_and_the_libraries_and_with_nothing_above_it(package, monkeypatch):
+    every = set(stamps(package))
+    assert len(set(stamps(package).values())) == len(every)
+    for edit, expected in (
+        (lambda: None, set()),
+        (lambda: (package / "low/deep/constant.py").write_text("SCALE = 11\n"), {"low", "high", "top", "all"}),
+        (lambda: (package / "middle/inner.py").rename(package / "middle/renamed.py"), {"middle", "high", "top", "all"}),
+        (lambda: (package / "top.py").write_text(""), {"top", "all"}),
+        (lambda: (package / "core/compiling.py").write_text(""), {"middle", "high", "all"}),  # "top" is empty
+        (lambda: monkeypatch.setattr("llvmlite.__version__", "0"), every),
+        (lambda: monkeypatch.setattr("numpy.__version__", "0"), every),
+    ):
+        before = stamps(package)
+        edit()
+        after = stamps(package)
+        assert {part for part in every if after[part] != before[part]} == expected
 
 
 def test_a_folder_without_sources_has_no_digest(tmp_path):
@@ -115,7 +104,6 @@ def start(script: str, path: Path, name: str = "written") -> tuple[int, Path]:
 
 
 def run(script: str, path: Path) -> str:
-    """What a process of its own writes."""
     child, file = start(script, path)
     assert os.waitpid(child, 0)[1] == 0
     return file.read_text()
@@ -203,11 +191,7 @@ def test_code_that_cannot_be_kept_or_is_damaged_is_compiled(package, monkeypatch
         code.write_bytes(code.read_bytes()[:20])
     assert [run(SCRIPT, package.parent) for _ in range(2)] == ["20 0\n", "20 1\n"]
     file = MachineCodeFile(str(package), "function", "stamp")
-
-    def full(*given: Any) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(file, "_save_data", full)
+    monkeypatch.setattr(file, "_save_data", Mock(side_effect=OSError("no space left on device")))
     file.save("key", "data")
     assert file.load("key") is None
 

@@ -28,24 +28,19 @@ def cores(folder: Path, group: str, **files: str) -> int:
     return usable_cores(folder / "mount", folder / "cgroup")
 
 
-QUOTAS: dict[str, tuple[int, str, dict[str, str]]] = {
-    "two cores of many": (2, "0::/", {"cpu_max": "200000 100000\n"}),
-    "a part of a core does not count": (2, "0::/", {"cpu_max": "250000 100000\n"}),
-    "one thread is left": (1, "0::/", {"cpu_max": "50000 100000\n"}),
-    "the least one of the groups above": (3, "0::/a/b",
-        {"a__b__cpu_max": "max 100000\n", "a__cpu_max": "300000 100000\n", "cpu_max": "400000 100000\n"}),
-}  # fmt: skip
+NONE = "max 100000\n"
 
 
-@pytest.mark.parametrize("name", QUOTAS)
-def test_whole_cores_of_the_least_quota_count(tmp_path, name):
-    wanted, group, files = QUOTAS[name]
+@pytest.mark.parametrize(("wanted", "group", "files"), [
+    pytest.param(2, "0::/", {"cpu_max": "200000 100000\n"}, id="two cores of many"),
+    pytest.param(2, "0::/", {"cpu_max": "250000 100000\n"}, id="a part of a core does not count"),
+    pytest.param(1, "0::/", {"cpu_max": "50000 100000\n"}, id="one thread is left"),
+    pytest.param(3, "0::/a/b", {"a__b__cpu_max": NONE, "a__cpu_max": "300000 100000\n", "cpu_max": "400000 100000\n"},
+                 id="the least one of the groups above"),
+    *((CORES, "0::/", {"cpu_max": text}) for text in (NONE, "", "nonsense\n", "-1 100000\n", "0 0\n")),
+])  # fmt: skip
+def test_whole_cores_of_the_least_quota_count_and_without_one_the_affinity(tmp_path, wanted, group, files):
     assert cores(tmp_path, f"{group}\n", **files) == wanted
-
-
-@pytest.mark.parametrize("text", ["max 100000\n", "", "nonsense\n", "-1 100000\n", "0 0\n"])
-def test_without_a_quota_the_affinity_counts(tmp_path, text):
-    assert cores(tmp_path, "0::/\n", cpu_max=text) == CORES
     assert usable_cores(tmp_path / "none", tmp_path / "none") == CORES
 
 

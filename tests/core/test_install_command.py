@@ -4,7 +4,7 @@ import json
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,16 +12,6 @@ from forerun.core import install_command
 from forerun.core.install_command import install_command as command
 
 CHECKOUT = Path(install_command.__file__).parents[3]
-
-
-class Installed:
-    """What pip wrote when it installed Forerun."""
-
-    def __init__(self, origin: dict[str, Any] | None) -> None:
-        self.origin = origin
-
-    def read_text(self, _: str) -> str | None:
-        return None if self.origin is None else json.dumps(self.origin)
 
 
 @pytest.mark.parametrize(("origin", "expected"), [
@@ -33,5 +23,6 @@ class Installed:
     (None, f"-e '{CHECKOUT}[serve]'"),
 ])  # fmt: skip
 def test_extras_come_from_where_forerun_came_from(origin, expected, monkeypatch):
-    monkeypatch.setattr(metadata, "distribution", lambda _: Installed(origin))
+    written = None if origin is None else json.dumps(origin)
+    monkeypatch.setattr(metadata, "distribution", lambda _: SimpleNamespace(read_text=lambda _: written))
     assert command("serve") == f"{sys.executable} -m pip install {expected}"

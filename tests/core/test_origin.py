@@ -2,11 +2,12 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from support.batches import finish_all
 from support.mocks import RowByRow
 from support.tiny import tiny
 
@@ -47,13 +48,10 @@ def engine(drafter: Source | str, **options: Any) -> Engine:
     return Engine(tiny("llama", torch.float32), drafter, settings=SETTINGS, **options)
 
 
-def test_every_drafter_is_known():
-    assert set(SOURCES) == set(RECIPES)
-
-
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("drafter", list(RECIPES))
 def test_each_accepted_draft_has_the_origin_that_its_drafter_can_have(drafter):
+    assert set(SOURCES) == set(RECIPES)
     found = set()
     for commit in engine(drafter).stream([PROMPT], **ON):
         assert len(commit.origins) == len(commit.tokens) and commit.drafted <= commit.proposed
@@ -63,6 +61,11 @@ def test_each_accepted_draft_has_the_origin_that_its_drafter_can_have(drafter):
         found |= {Origin(origin) for origin in drafted}
     assert found <= SOURCES[drafter]
     assert found >= SOURCES[drafter] - MAY_BE_MISSING.get(drafter, set())
+
+
+def test_a_drafter_that_does_not_say_is_called_the_drafter():
+    commits = list(engine(Spy(), prune_drafts=False).stream([PROMPT], **ON))
+    assert {origin for commit in commits for origin in commit.origins} == {Origin.DRAFTER, Origin.TARGET}
 
 
 def test_auto_asks_a_small_model_behind_a_short_prompt_if_its_passes_are_cheap():
@@ -78,15 +81,6 @@ def test_auto_asks_a_small_model_behind_a_short_prompt_if_its_passes_are_cheap()
         origins = [origin for commit in one.stream([list(range(3, 40))], **ON) for origin in commit.origins]
         found.append(Origin.MODEL in origins)
     assert found == [True, False]
-
-
-def test_a_drafter_that_does_not_say_is_called_the_drafter():
-    class Echo(RowByRow):
-        def draft(self, request: Request, budget: int) -> DraftTree:
-            return DraftTree.chain(request.tokens[-4:][:budget])
-
-    commits = list(engine(Echo()).stream([PROMPT], **ON))
-    assert {origin for commit in commits for origin in commit.origins} == {Origin.DRAFTER, Origin.TARGET}
 
 
 def origins_of(trie: Trie, request: int, pending: Sequence[int] = ()) -> dict[int, Origin]:
@@ -116,17 +110,6 @@ def test_what_an_engine_wrote_before_is_an_earlier_text():
 # --- budgets
 
 
-@dataclass
-class Heard(RowState):
-    """Notes that it was closed."""
-
-    spy: "Spy"
-    number: int
-
-    def close(self) -> None:
-        self.spy.closed.add(self.number)
-
-
 class Spy(RowByRow):
     """Guesses as many tokens as it may, and keeps who asked."""
 
@@ -137,7 +120,9 @@ class Spy(RowByRow):
 
     def open(self, row: Row) -> RowState:
         self.heard.add(row.request.id)
-        return Heard(self, row.request.id)
+        state = RowState()
+        state.close = lambda: self.closed.add(row.request.id)
+        return state
 
     def draft(self, request: Request, budget: int) -> DraftTree:
         assert request.id in self.heard
@@ -158,18 +143,11 @@ def test_requests_keep_their_budgets_beside_each_other_and_0_is_not_heard_of():
     requests = [one.requests([PROMPT], max_new_tokens=6, budget=budget)[0] for budget in budgets]
     with one.batch() as batch:
         needs = [batch.needs(request) for request in requests]
-        for request in requests:
-            batch.admit(request)
-        while batch:
-            batch.step()
+    finish_all(one, requests)
     assert needs[0] - needs[1] == 1000 and needs[0] == needs[2]
     assert [max(request.stats.drafted) for request in requests] == [8, 0, 3, 8]
-    assert (
-        spy.closed == spy.heard
-        and len(spy.heard) == 3
-        and requests[1].id not in spy.heard
-        and set(spy.budgets) == {3, 8}
-    )
+    assert spy.closed == spy.heard == {request.id for request in requests} - {requests[1].id}
+    assert set(spy.budgets) == {3, 8}
     assert len({tuple(request.generated) for request in requests}) == 1
     one.generate([PROMPT], max_new_tokens=4, budget=5)
     assert spy.budgets[-1] == 5
@@ -192,8 +170,7 @@ def test_no_budget_changes_a_text(drafter, sampled):
         assert result.generated == wanted
         assert max(result.stats[0].drafted) <= (64 if budget is None else budget)
     together = [one.requests([PROMPT], **ON, budget=budget, **options)[0] for budget in (0, 2, None)]
-    for _ in one.run(together):
-        pass
+    finish_all(one, together)
     assert [request.generated.tolist() for request in together] == wanted * 3
 
 
@@ -211,10 +188,8 @@ def test_what_another_namespace_was_answered_changes_no_draft():
     used, fresh = (Engine(tiny("llama"), "trie", prune_drafts=False) for _ in range(2))
     for _ in range(3):
         used.generate([PROMPT], namespace="one", **ON)
-    traces = [
-        [(commit.tokens, commit.origins, commit.proposed) for commit in each.stream([PROMPT], namespace="two", **ON)]
-        for each in (used, fresh)
-    ]
-    assert traces[0] == traces[1]
-    own = [(commit.tokens, commit.origins, commit.proposed) for commit in used.stream([PROMPT], namespace="one", **ON)]
-    assert own != traces[0]
+    another, alone, own = (
+        [(commit.tokens, commit.origins, commit.proposed) for commit in one.stream([PROMPT], namespace=name, **ON)]
+        for one, name in ((used, "two"), (fresh, "two"), (used, "one"))
+    )
+    assert another == alone != own

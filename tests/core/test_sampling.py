@@ -65,35 +65,30 @@ def test_gumbel_noise_has_the_distribution_of_its_name(salt):
     pytest.param((1, 4, Salt.DRAFT), id="the draft's noise"),
     pytest.param((1, 4, Salt.ACCEPT), id="the acceptance noise"),
     pytest.param((1, 4, Salt.RESIDUAL), id="the residual's noise"),
+    *(pytest.param(lag, id=f"a token {lag} further") for lag in (1, 2, 64)),
 ])  # fmt: skip
 def test_noise_is_independent_of_noise_for(other):
-    u, v = uniforms(gumbel(1, 4, SIZE, Salt.TARGET)), uniforms(gumbel(other[0], other[1], SIZE, other[2]))
+    u = uniforms(gumbel(1, 4, SIZE, Salt.TARGET))
+    u, v = (u[other:], u[:-other]) if isinstance(other, int) else (u, uniforms(gumbel(*other[:2], SIZE, other[2])))
     counts = np.histogram2d(u, v, 20, ((0, 1), (0, 1)))[0].ravel()
     assert chi_square_p(counts, np.full(400, 1 / 400)) > 1e-4
     assert abs(np.corrcoef(u, v)[0, 1]) < 4 / math.sqrt(SIZE)
 
 
-@pytest.mark.parametrize("lag", [1, 2, 64])
-def test_noise_is_independent_between_tokens(lag):
-    u = uniforms(gumbel(1, 4, SIZE, Salt.TARGET))
-    counts = np.histogram2d(u[lag:], u[:-lag], 20, ((0, 1), (0, 1)))[0].ravel()
-    assert chi_square_p(counts, np.full(400, 1 / 400)) > 1e-4
+NOISE = {
+    "a token's": (lambda seed, place: uniforms(gumbel(seed, place, 4, Salt.TARGET))[3], 4000),
+    "uniform": (lambda seed, place: uniform(seed, place, Salt.ACCEPT), 20_000),
+}
 
 
 @pytest.mark.parametrize("axis", ["seed", "position"])
-def test_one_tokens_noise_is_uniform_and_independent_along(axis):
-    noise = [gumbel(i, 9, 4, Salt.TARGET) if axis == "seed" else gumbel(9, i, 4, Salt.TARGET) for i in range(4000)]
-    u = uniforms(torch.stack(noise))[:, 3]
-    assert chi_square_p(np.histogram(u, 50, (0, 1))[0], np.full(50, 1 / 50)) > 1e-4
-    assert abs(np.corrcoef(u[1:], u[:-1])[0, 1]) < 4 / math.sqrt(4000)
-
-
-@pytest.mark.parametrize("axis", ["seed", "position"])
-def test_uniform_is_uniform_and_independent_along(axis):
-    u = np.array([uniform(i, 9, Salt.ACCEPT) if axis == "seed" else uniform(9, i, Salt.ACCEPT) for i in range(20_000)])
+@pytest.mark.parametrize("noise", NOISE)
+def test_noise_is_uniform_and_independent_along(axis, noise):
+    draw_one, count = NOISE[noise]
+    u = np.array([draw_one(i, 9) if axis == "seed" else draw_one(9, i) for i in range(count)])
     assert u.min() > 0 and u.max() < 1
     assert chi_square_p(np.histogram(u, 100, (0, 1))[0], np.full(100, 1 / 100)) > 1e-4
-    assert abs(np.corrcoef(u[1:], u[:-1])[0, 1]) < 4 / math.sqrt(20_000)
+    assert abs(np.corrcoef(u[1:], u[:-1])[0, 1]) < 4 / math.sqrt(count)
 
 
 def test_a_longer_vector_of_noise_starts_with_a_shorter_one():
@@ -134,28 +129,23 @@ def test_greedy_takes_the_best_score_and_the_first_of_equals():
 @pytest.mark.parametrize("salt", [Salt.TARGET, Salt.DRAFT])
 def test_choices_follow_the_softmax_of_the_scores(method, salt):
     scores = torch.tensor([0.3, -1.0, 1.2, 0.0, -0.4])
-    counts = np.zeros(5)
-    for seed in range(3000):
-        counts[Sampler(method, seed=seed).choose(scores, 6, salt)] += 1
-    assert chi_square_p(counts, scores.double().softmax(-1).numpy()) > 1e-4
+    chosen = [Sampler(method, seed).choose(scores, 6, salt) for seed in range(3000)]
+    assert chi_square_p(np.bincount(chosen, minlength=5), scores.double().softmax(-1).numpy()) > 1e-4
 
 
 def test_draw_follows_an_unnormalised_distribution():
     weights = torch.tensor([3.0, 0.0, 1.0, 0.5, 2.0])
-    counts = np.zeros(5)
-    for seed in range(3000):
-        token = draw(weights, seed, 3, Salt.RESIDUAL)
-        assert token == draw(weights.double() * 1e-9, seed, 3, Salt.RESIDUAL)
-        counts[token] += 1
-    assert counts[1] == 0
-    possible = weights.numpy() > 0
+    drawn = [[draw(w, seed, 3, Salt.RESIDUAL) for seed in range(3000)] for w in (weights, weights.double() * 1e-9)]
+    counts, possible = np.bincount(drawn[0], minlength=5), weights.numpy() > 0
+    assert drawn[0] == drawn[1] and counts[1] == 0
     assert chi_square_p(counts[possible], weights.double().numpy()[possible] / 6.5) > 1e-4
 
 
 def test_drafts_share_the_targets_noise_unless_the_rejection_test_needs_its_own():
-    assert Sampler("greedy").draft_salt() is Salt.TARGET
-    assert Sampler("coupled").draft_salt() is Salt.TARGET
-    assert Sampler("rejection").draft_salt() is Salt.DRAFT
+    for method, salt in (("greedy", Salt.TARGET), ("coupled", Salt.TARGET), ("rejection", Salt.DRAFT)):
+        assert Sampler(method).draft_salt() is salt
+    with pytest.raises(ValueError, match=r"^method is 'beam'; allowed are 'greedy', 'coupled' and 'rejection'$"):
+        Sampler("beam")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -172,29 +162,20 @@ def test_scores_are_float32_and_processed_with_the_ids_before(dtype):
     assert logits.tolist() == [1.0, 2.0, 3.0]
 
 
-def test_an_unknown_method_is_refused():
-    with pytest.raises(ValueError, match=r"^method is 'beam'; allowed are 'greedy', 'coupled' and 'rejection'$"):
-        Sampler("beam")
-
-
 @pytest.mark.parametrize("size", [1, 511, 512, 513, 16_384])
 @pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 30.0])
 def test_the_best_tokens_are_those_of_the_noise_in_full(size, spread):
+    """Of scores in any type; and a token that must come comes."""
     generator = torch.Generator().manual_seed(size)
     for seed in range(20):
-        scores = spread * torch.randn(size, generator=generator)
+        dtype = (torch.float32, torch.float32, torch.float64, torch.bfloat16)[seed % 4]
+        scores = (spread * torch.randn(size, generator=generator)).to(dtype)
         if seed % 2:
             scores[torch.rand(size, generator=generator) < 0.9] = -torch.inf
         noisy = scores.double() + gumbel(seed, 3, size, Salt.TARGET)
-        wanted = [token for token in noisy.topk(min(4, size)).indices.tolist() if noisy[token] > -torch.inf]
-        sampler = Sampler("coupled", seed)
-        assert sampler.choose(scores, 3) == (wanted or [0])[0]
-
-
-def test_a_token_that_must_come_comes():
-    scores = torch.zeros(1000)
-    scores[700] = torch.inf
-    assert Sampler("coupled", 1).choose(scores, 0) == 700
+        assert Sampler("coupled", seed).choose(scores, 3) == int(noisy.argmax())
+        scores[size // 2] = torch.inf
+        assert Sampler("coupled", seed).choose(scores, 3) == size // 2
 
 
 def test_the_largest_and_the_smallest_noise_are_compared_rightly():
@@ -205,10 +186,3 @@ def test_the_largest_and_the_smallest_noise_are_compared_rightly():
         scores = torch.linspace(0, 80, 32)
         noisy = scores.double() + gumbel(seed, 2, 32, Salt.TARGET)
         assert Sampler("coupled", seed).choose(scores, 2) == int(noisy.argmax())
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_scores_of_any_type_are_sampled(dtype):
-    scores = torch.randn(600, generator=torch.Generator().manual_seed(1)).to(dtype)
-    wanted = (scores.double() + gumbel(4, 3, 600, Salt.TARGET)).argmax()
-    assert Sampler("coupled", 4).choose(scores, 3) == wanted

@@ -8,7 +8,9 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -36,28 +38,22 @@ class Stage:
     """Holds threads up in a model's forward pass, after its first layer, until they are let go."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._inside: dict[int, threading.Event] = {}
-        self._gates: dict[int, threading.Event] = {}
-        self._pool = ThreadPoolExecutor(4)
+        self._own, self._pool = threading.local(), ThreadPoolExecutor(4)
         model.model.layers[0].register_forward_hook(self._wait)
 
     def _wait(self, *_: Any) -> None:
-        me = threading.get_ident()
-        if me in self._gates:
-            self._inside[me].set()
-            assert self._gates[me].wait(PATIENCE)
+        if (events := getattr(self._own, "events", None)) is not None:
+            inside, gate = events
+            inside.set()
+            assert gate.wait(PATIENCE)
 
     def enter(self, work: Callable[[], Any]) -> tuple[Future[Any], threading.Event]:
         """Start ``work`` in a thread of its own, up to the middle of its first pass; and what lets it go on."""
         inside, gate = threading.Event(), threading.Event()
 
         def run() -> Any:
-            me = threading.get_ident()
-            self._inside[me], self._gates[me] = inside, gate
-            try:
-                return work()
-            finally:
-                del self._gates[me]
+            self._own.events = inside, gate
+            return work()
 
         future = self._pool.submit(run)
         assert inside.wait(PATIENCE)
@@ -123,18 +119,12 @@ def test_turns_are_taken_in_the_order_in_which_threads_come():
     assert order == ["second", "again", "third", "again"]
 
 
-def test_a_turn_that_is_waited_for_in_vain_is_given_up():
+def test_a_turn_that_is_waited_for_in_vain_is_given_up(monkeypatch):
     lock = FairLock()
-
-    class Interrupted(threading.Condition):
-        def wait(self, timeout: float | None = None) -> bool:
-            raise KeyboardInterrupt
-
     lock._queue.append(0)  # another thread has the turn
-    before, lock._changed = lock._changed, Interrupted()
+    monkeypatch.setattr(lock._changed, "wait", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         lock.__enter__()
-    lock._changed = before
     assert list(lock._queue) == [0]
 
 
@@ -162,21 +152,19 @@ def test_a_text_that_the_garbage_collector_closes_in_a_step_is_let_go_after_it(m
     assert live[0] == 2 and live[-1] == 1 and not engine._lock._queue
 
 
-def test_what_comes_while_a_thread_waits_for_the_lock_waits_too():
+def test_what_comes_while_a_thread_waits_for_the_lock_waits_too(monkeypatch):
     lock, order = FairLock(), []
 
     def job() -> None:
         with lock:
             order.append("job")
 
-    class Collects(threading.Condition):
-        def wait(self, timeout: float | None = None) -> bool:
-            lock.when_free(job)  # as the garbage collector may
-            lock._queue.popleft()  # the other thread leaves
-            return True
+    def wait() -> None:
+        lock.when_free(job)  # as the garbage collector may
+        lock._queue.popleft()  # the other thread leaves
 
     lock._queue.append(0)  # another thread has the turn
-    lock._changed = Collects()
+    monkeypatch.setattr(lock._changed, "wait", wait)
     with lock:
         order.append("mine")
     assert order == ["mine", "job"] and not lock._queue
@@ -189,21 +177,21 @@ def wait_until(holds: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("change", ["begin", "extend", "retrieve", "warm", "load", "finish"])
+CHANGES: dict[str, Callable[[Trie, Path], Any]] = {
+    "begin": lambda trie, _: trie.begin(2, "", range(50)), "warm": lambda trie, _: trie.warm("", [range(500)]),
+    "extend and outgrow its room": lambda trie, _: trie.extend(1, range(500)),
+    "retrieve and outgrow its desk": lambda trie, _: trie.retrieve(1, 512, 8),
+    "load": lambda trie, file: trie.load(file), "finish": lambda trie, _: trie.finish(1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_no_thread_exchanges_arrays_that_another_is_reading(change, monkeypatch, tmp_path):
     trie = Trie()
     for request in range(2):
         trie.begin(request, "", [1, 2, 3, 1, 2], expected=4)
     trie.save(tmp_path / "trie")
-    changes: dict[str, Callable[[], Any]] = {
-        "begin": lambda: trie.begin(2, "", range(50)),
-        "extend": lambda: trie.extend(1, range(500)),  # outgrows its room
-        "retrieve": lambda: trie.retrieve(1, 512, 8),  # and its desk
-        "warm": lambda: trie.warm("", [range(500)]),
-        "load": lambda: trie.load(tmp_path / "trie"),
-        "finish": lambda: trie.finish(1),
-    }
-    step, other = entry_points.step, threading.Thread(target=changes[change])
+    step, other = entry_points.step, threading.Thread(target=lambda: CHANGES[change](trie, tmp_path / "trie"))
 
     def slow(*args: Any) -> tuple[int, int]:
         if threading.current_thread() is not other:
@@ -267,16 +255,17 @@ def test_what_a_forked_process_learns_stays_with_it():
     trie = Trie()  # so large that its arrays are mapped
     trie.warm("", [[1, 2, 3, 4]] * 3)
     trie.begin(0, "", [1, 2])
-    before = trie.retrieve(0, 8, 8)
+
+    def drafted() -> list[Any]:
+        return [part.tolist() for part in trie.retrieve(0, 8, 8)]
 
     def learn() -> bool:
         trie.warm("", [[1, 2, 9, 9, 9]] * 50)
         return trie.tokens("") == 12 + 250
 
+    before = drafted()
     assert status_of_a_child(learn) == 0
-    after = trie.retrieve(0, 8, 8)
-    assert [part.tolist() for part in before] == [part.tolist() for part in after]
-    assert trie.tokens("") == 12
+    assert drafted() == before and trie.tokens("") == 12
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="there are no files without names on this system")

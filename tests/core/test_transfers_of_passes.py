@@ -1,5 +1,6 @@
 """Elsewhere than on a CPU a drafting pass, and a step, wait for one transfer for all rows; clocks wait for passes."""
 
+import itertools
 import time
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -40,12 +41,8 @@ def mixed(method: str) -> list[Sampler]:
 
 
 class AwayScorer(MockScorer):
-    """A ``MockScorer`` whose logits lie there."""
-
-    def score_rows(
-        self, blocks: Sequence[Block], caches: Sequence[TokenCache], states_of: Sequence[int] = ()
-    ) -> list[RowScores]:
-        return [RowScores(there(row.logits)) for row in super().score_rows(blocks, caches)]
+    def score_rows(self, blocks: Sequence[Block], *rest: Any) -> list[RowScores]:
+        return [RowScores(there(row.logits)) for row in super().score_rows(blocks, *rest)]
 
 
 class ChainScorer(AwayScorer):
@@ -53,23 +50,19 @@ class ChainScorer(AwayScorer):
 
     by_tables = True
 
-    def score_rows(
-        self, blocks: Sequence[Block], caches: Sequence[TokenCache], states_of: Sequence[int] = ()
-    ) -> list[RowScores]:
+    def score_rows(self, blocks: Sequence[Block], *rest: Any) -> list[RowScores]:
         known = [
             block if block.ids is None else Block(here(block.ids).numpy(), block.tree, block.start) for block in blocks
         ]
-        return super().score_rows(known, caches)
+        return super().score_rows(known, *rest)
 
 
 class ChoosingScorer(ChainScorer):
     """Chooses inside the pass, by the blocks' noise."""
 
-    def score_rows(
-        self, blocks: Sequence[Block], caches: Sequence[TokenCache], states_of: Sequence[int] = ()
-    ) -> list[RowScores]:
+    def score_rows(self, blocks: Sequence[Block], *rest: Any) -> list[RowScores]:
         choose = pytest.importorskip("forerun.kernels.gpu.token_choice", reason="Triton is not installed").choose
-        found = super().score_rows(blocks, caches)
+        found = super().score_rows(blocks, *rest)
         noise = torch.tensor([block.noise for block in blocks])
         best = there(choose(torch.cat([here(row.logits) for row in found]), noise))
         return [row._replace(best=own) for row, own in zip(found, best.split(1), strict=True)]
@@ -108,24 +101,28 @@ def drafting(
     return level.propose(rows, [limit] * len(rows)), small.passes, unsure
 
 
-@pytest.mark.parametrize("method", ["greedy", "coupled", "rejection"])
-@pytest.mark.parametrize("enough", [None, 0.4])
-@pytest.mark.parametrize("eos", [frozenset[int](), frozenset({0, 4})])
+def assert_same_drafts(here: Sequence[DraftTree], away: Sequence[DraftTree], method: str) -> None:
+    for mine, own in zip(here, away, strict=True):
+        assert tokens_of(mine) == tokens_of(own)
+        assert (own.q is None) == (mine.q is None) == (method != "rejection" or not len(mine))
+        if mine.q is not None and own.q is not None:
+            assert torch.equal(own.q.as_subclass(torch.Tensor), mine.q)
+
+
+every_chain = list(itertools.product(["greedy", "coupled", "rejection"], [None, 0.4], [frozenset(), frozenset({0, 4})]))
+
+
+@pytest.mark.parametrize(("method", "enough", "eos"), every_chain)
 def test_a_drafting_pass_takes_one_transfer_for_all_rows(method, enough, eos):
     here, passes, _ = drafting(MockScorer, mixed(method), enough, eos)
     with Device() as device:
         away, *_ = drafting(AwayScorer, mixed(method)[:-1], enough, eos)
     assert passes > 1 and 1 < len(device.reads) <= passes and set(device.reads) == {"cpu"}
-    for mine, own in zip(here[:-1], away, strict=True):
-        assert tokens_of(mine) == tokens_of(own) and len(mine)
-        assert (own.q is None) == (mine.q is None) == (method != "rejection")
-        if mine.q is not None and own.q is not None:
-            assert torch.equal(own.q.as_subclass(torch.Tensor), mine.q)
+    assert_same_drafts(here[:-1], away, method)
+    assert all(map(len, away))
 
 
-@pytest.mark.parametrize("method", ["greedy", "coupled", "rejection"])
-@pytest.mark.parametrize("enough", [None, 0.4])
-@pytest.mark.parametrize("eos", [frozenset[int](), frozenset({0, 4})])
+@pytest.mark.parametrize(("method", "enough", "eos"), every_chain)
 @pytest.mark.parametrize("scorer", [ChainScorer, ChoosingScorer])
 def test_a_chain_stays_on_the_device_where_token_ids_may(method, enough, eos, scorer):
     """The drafts and their ``q`` are those of single steps, whether passes choose or not. There is one transfer for the
@@ -139,11 +136,7 @@ def test_a_chain_stays_on_the_device_where_token_ids_may(method, enough, eos, sc
         assert len(device.reads) == len(lengths) and more == passes
     assert more <= passes + 2 * len(here)
     assert sorted(told.told) == pytest.approx(sorted(asked.told))
-    for mine, own in zip(here, away, strict=True):
-        assert tokens_of(mine) == tokens_of(own)
-        assert (own.q is None) == (mine.q is None)
-        if mine.q is not None and own.q is not None:
-            assert torch.equal(own.q.as_subclass(torch.Tensor), mine.q)
+    assert_same_drafts(here, away, method)
 
 
 def test_a_chance_is_asked_for_with_the_token_it_belongs_to():
@@ -168,7 +161,6 @@ class Guess(Source):
 
 
 def step_of(scorer: MockScorer, source: Source | None, budget: int, clock: Any = time.perf_counter) -> DecodingStep:
-    """A step of a target with a source."""
     return DecodingStep(Level(scorer, Planner(source), clock=clock), budget)
 
 
@@ -219,7 +211,6 @@ def test_recycled_logits_and_chances_come_with_the_choices():
 
 
 def test_a_trie_learns_from_the_step_s_own_transfer():
-    """Recycled logits of all rows ride along."""
     drafter, rows = TrieSource(), rows_of([Sampler()] * 3)
     step = step_of(AwayScorer(MockTarget(6, peak=2.0, seed=3)), drafter, 8)
     for row in rows:

@@ -1,6 +1,7 @@
 """DraftTree against a brute-force reading of its parent list."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -50,26 +51,15 @@ def assert_same_nodes(part: DraftTree, whole: DraftTree, nodes: list[int]) -> No
 
 
 @given(trees())
-def test_depths_and_ancestors_follow_the_parents(tree):
+def test_depths_ancestors_children_and_chains_follow_the_parents(tree):
     paths = [path_to(tree, i) for i in range(len(tree))]
     assert tree.depths.tolist() == [len(path) for path in paths]
     assert tree.ancestors.shape == (len(tree), len(tree))
     assert [np.flatnonzero(row).tolist() for row in tree.ancestors] == paths
-
-
-@given(trees())
-def test_children_are_the_first_verifiable_nodes_with_their_token(tree):
-    for node in range(ROOT, len(tree)):
-        for token in range(5):
-            found = [i for i in range(len(tree)) if tree.parents[i] == node and tree.tokens[i] == token]
-            assert tree.children.get((node, token)) == (found[0] if found else None)
-
-
-@given(trees())
-def test_a_chain_is_recognised(tree):
-    assert tree.is_chain == all(len(path_to(tree, i)) == i + 1 for i in range(len(tree)))
-    assert DraftTree.chain([1, 1, 2]).is_chain
-    assert not DraftTree.from_branches([[1, 2], [1, 3]], 9).is_chain
+    assert tree.is_chain == all(len(path) == i + 1 for i, path in enumerate(paths))
+    for node, token in itertools.product(range(ROOT, len(tree)), range(5)):
+        found = [i for i in range(len(tree)) if tree.parents[i] == node and tree.tokens[i] == token]
+        assert tree.children.get((node, token)) == (found[0] if found else None)
 
 
 @given(trees(), st.data())
@@ -119,31 +109,29 @@ def test_from_branches_shares_prefixes_until_the_budget_is_used(branches, budget
     assert tree.q is None and tree.probability is None
 
 
-def test_from_branches_takes_a_generator_and_numpy_branches():
-    tree = DraftTree.from_branches((np.array([1, token]) for token in (2, 3)), 8)
-    assert tree.tokens.tolist() == [1, 2, 3]
-    assert tree.parents.tolist() == [ROOT, 0, 0]
-
-
-def test_an_empty_tree_is_plain_autoregression():
-    for tree in (DraftTree.empty(), DraftTree.chain([]), DraftTree.from_branches([[1]], 0)):
-        assert len(tree) == 0
-        assert tree.is_chain
-        assert tree.depths.shape == (0,) and tree.ancestors.shape == (0, 0) and not tree.children
-        assert tree.cut(0, 0, 1 << 31) is tree
+def test_branches_of_a_generator_and_of_numpy_are_matched_from_the_root_down():
+    tree = DraftTree.from_branches((np.array(branch) for branch in ([1, 2, 3], [1, 4])), 8)
+    assert tree.tokens.tolist() == [1, 2, 3, 4] and tree.parents.tolist() == [ROOT, 0, 1, 0] and not tree.is_chain
+    assert [tree.matches(tokens) for tokens in ([1, 4, 3], [1, 2, 3, 3], [2, 2], [])] == [2, 3, 0, 0]
+    assert DraftTree.empty().matches([1]) == 0
 
 
 def test_a_chain_is_one_branch_and_carries_q():
     q = torch.ones(3, 5) / 5
     tree = DraftTree.chain(np.array([4, 0, 4], np.int32), q)
     assert tree.tokens.dtype == tree.parents.dtype == np.int64
-    assert tree.parents.tolist() == [ROOT, 0, 1]
-    assert tree.q is q
+    assert tree.parents.tolist() == [ROOT, 0, 1] and tree.is_chain
+    assert tree.q is q and tree.expected == 0
+    assert DraftTree(np.array([1, 2]), np.array([-1, 0]), probability=np.array([0.5, 0.25])).expected == 0.75
 
 
-def test_a_tree_cannot_be_changed():
+def test_an_empty_tree_is_plain_autoregression():
+    for tree in (DraftTree.empty(), DraftTree.chain([]), DraftTree.from_branches([[1]], 0)):
+        assert len(tree) == tree.expected == 0 and tree.is_chain
+        assert tree.depths.shape == (0,) and tree.ancestors.shape == (0, 0) and not tree.children
+        assert tree.cut(0, 0, 1 << 31) is tree
     with pytest.raises(dataclasses.FrozenInstanceError):
-        DraftTree.empty().tokens = np.zeros(1, np.int64)
+        tree.tokens = np.zeros(1, np.int64)
 
 
 @pytest.mark.parametrize(("tokens", "parents", "message"), [
@@ -158,14 +146,11 @@ def test_malformed_parents_are_refused(tokens, parents, message):
         DraftTree(np.array(tokens), np.array(parents))
 
 
-KINDS = {"probability": np.float64, "origins": np.int8}
-
-
-@pytest.mark.parametrize("name", ["q", *KINDS])
-def test_per_node_values_must_match_the_nodes(name):
+def test_per_node_values_must_match_the_nodes():
     values = {"q": torch.ones(3, 5), "probability": np.zeros(3), "origins": np.zeros(3, np.int8)}
-    with pytest.raises(ValueError, match=f"^{name} has 3 rows for 2 nodes$"):
-        DraftTree(np.array([1, 2]), np.array([-1, 0]), **{name: values[name]})
+    for name, value in values.items():
+        with pytest.raises(ValueError, match=f"^{name} has 3 rows for 2 nodes$"):
+            DraftTree(np.array([1, 2]), np.array([-1, 0]), **{name: value})
 
 
 def test_cut_drops_tokens_that_the_vocabulary_lacks_with_all_under_them():
@@ -173,14 +158,3 @@ def test_cut_drops_tokens_that_the_vocabulary_lacks_with_all_under_them():
     assert tree.cut(5, 5, 9).tokens.tolist() == [3, 4]
     assert tree.cut(5, 1, 10).tokens.tolist() == [3]
     assert tree.cut(5, 5, 10).tokens.tolist() == [3, 9, 2, 4]
-
-
-def test_tokens_are_matched_from_the_root_down():
-    tree = DraftTree.from_branches([[1, 2, 3], [1, 4]], 8)
-    assert [tree.matches(tokens) for tokens in ([1, 4, 3], [1, 2, 3, 3], [2, 2], [])] == [2, 3, 0, 0]
-    assert DraftTree.empty().matches([1]) == 0
-
-
-def test_nodes_are_expected_where_the_drafter_says():
-    assert DraftTree.chain([1, 2]).expected == 0
-    assert DraftTree(np.array([1, 2]), np.array([-1, 0]), probability=np.array([0.5, 0.25])).expected == 0.75

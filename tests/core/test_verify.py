@@ -37,25 +37,17 @@ class Prophet(RowByRow):
 @pytest.mark.parametrize(("spoilt", "fastest"), [
     pytest.param(lambda position: False, 5, id="always accepted"),
     pytest.param(lambda position: position % 7 % 3 == 0, 4, id="sometimes accepted"),
-    pytest.param(lambda position: True, 1, id="never accepted"),
+    pytest.param(lambda position: True, 1, id="never accepted"), pytest.param(None, 1, id="not there"),
 ])  # fmt: skip
 def test_the_text_is_the_oracles_when_drafts_are(name, limit, spoilt, fastest):
     target = MockTarget(peak=2, seed=1)
     text = oracle(target, PROMPT, limit, SAMPLERS[name])
     request = Request(PROMPT, limit, sampler=SAMPLERS[name])
-    assert generate(target, Prophet(text, spoilt), request) == text
+    assert generate(target, Prophet(text, spoilt) if spoilt else Silent(), request) == text
     assert request.finish_reason == "length"
     assert max(request.stats.emitted) <= fastest
     if limit == 33:
         assert (request.stats.steps == 33) == (fastest == 1)
-
-
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_the_text_is_the_oracles_without_drafts(name):
-    target = MockTarget()
-    request = Request(PROMPT, 20, sampler=SAMPLERS[name])
-    assert generate(target, Silent(), request) == oracle(target, PROMPT, 20, SAMPLERS[name])
-    assert request.stats.emitted == [1] * 20
 
 
 @pytest.mark.parametrize("name", SAMPLERS)

@@ -1,5 +1,6 @@
 """Lookup against a scan of the whole text, and in the loop against the slow generator."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,16 +11,12 @@ from hypothesis import strategies as st
 from support.mocks import SAMPLERS, MockTarget, draft, generate, opened, oracle, step
 
 from forerun.core.request import Request
-from forerun.core.tree import DraftTree
-from forerun.core.verify import Outcome, Verdict
 from forerun.decoding.sources.lookup import Lookup, LookupConfig
 
 
-def committed(request: Request, tokens: Sequence[int]) -> Outcome:
-    """A step that drafted nothing and committed ``tokens``."""
+def committed(request: Request, tokens: Sequence[int]) -> None:
     for token in tokens:
         request.append(token)
-    return Outcome(DraftTree.empty(), Verdict([], list(tokens)), None)
 
 
 def scan(text: list[int], config: LookupConfig, length: int) -> list[int]:
@@ -44,7 +41,7 @@ def test_the_longest_suffix_is_continued_as_it_was_most_recently(prompt, steps, 
     drafter, request = Lookup(config), Request(prompt, 44)
     row = opened(drafter, request)
     for tokens in [[], *steps]:
-        committed(request, tokens)
+        committed(request, tokens)  # which nobody observes
         tree = draft(drafter, row, budget)
         length = min(branch_length, budget, request.max_draft_depth)
         assert tree.is_chain and tree.q is None
@@ -83,13 +80,6 @@ def test_the_text_is_the_oracles(name, budget, eos):
         request = Request(prompt, 25, sampler=SAMPLERS[name], eos_token_ids=eos)
         text = generate(target, Lookup(), request, budget)
         assert text == oracle(target, prompt, 25, SAMPLERS[name], eos)
-
-
-def test_what_was_committed_while_no_draft_was_asked_for_is_known():
-    drafter, request = Lookup(LookupConfig(branch_length=4)), Request([1, 2], 99)
-    row = opened(drafter, request)
-    committed(request, [3, 4, 5, 6, 7, 3, 4])  # and nobody observes it
-    assert draft(drafter, row, 8).tokens.tolist() == [5, 6, 7, 3]
 
 
 def test_a_repetitive_text_takes_few_steps():
@@ -149,8 +139,7 @@ def test_a_step_does_not_scan_a_long_text(monkeypatch):
     assert max(map(len, row.states[drafter]._continuation)) == 3
 
 
-@pytest.mark.parametrize("name", ["max_ngram", "branch_length"])
-@pytest.mark.parametrize("value", [0, -1])
-def test_a_configuration_out_of_range_is_refused(name, value):
-    with pytest.raises(ValueError, match=rf"^{name} is {value}; it must be at least 1$"):
-        LookupConfig(**{name: value})
+def test_a_configuration_out_of_range_is_refused():
+    for name, value in itertools.product(("max_ngram", "branch_length"), (0, -1)):
+        with pytest.raises(ValueError, match=rf"^{name} is {value}; it must be at least 1$"):
+            LookupConfig(**{name: value})

@@ -1,9 +1,7 @@
 """The trie drafter through the engine's eyes: begin, propose and observe in turn, finish."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,15 +9,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.mocks import draft, opened
+from support.tiny import PROMPTS, tiny
 
-import forerun
-from forerun.core.compiling import stamp_of
 from forerun.core.request import Request
 from forerun.core.sampling import Sampler
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome, verify
 from forerun.decoding.row import Row
+from forerun.decoding.sources import trie_source
 from forerun.decoding.sources.trie_source import LEARN_TOKENS, TrieSource, best_of_rows
+from forerun.engine.engine import Engine
+from forerun.models.forward.runtime import default_runtime
 from forerun.trie import arrays, entry_points, recycled, text_cursor
 from forerun.trie.trie import TextUpdate, Trie, TrieConfig
 
@@ -27,7 +27,6 @@ VOCABULARY = 32
 
 
 def step(drafter: TrieSource, row: Row, answer: list[int], budget: int) -> DraftTree:
-    """One engine step with a target that always continues ``answer``."""
     request = row.request
     tree = draft(drafter, row, budget)
     at = len(request.generated)
@@ -85,10 +84,8 @@ def test_a_prompt_that_the_model_still_reads_is_not_indexed_for_others():
 
 @pytest.mark.parametrize(("temperature", "known"), [(1.0, True), (float("inf"), False)])
 def test_noise_that_would_hide_everything_is_not_told(temperature, known):
-    drafter, request = (
-        TrieSource(),
-        Request([1, 2, 3, 1, 2], 9, sampler=Sampler("coupled", 3, temperature=temperature)),
-    )
+    sampler = Sampler("coupled", 3, temperature=temperature)
+    drafter, request = TrieSource(), Request([1, 2, 3, 1, 2], 9, sampler=sampler)
     row = opened(drafter, request)
     assert (drafter.trie._live[request.id].noise is not None) == known
     while not request.finish_reason:
@@ -97,19 +94,21 @@ def test_noise_that_would_hide_everything_is_not_told(temperature, known):
     assert np.isfinite(drafter.trie.snapshot("default")[1]).all()
 
 
-def test_a_repetitive_answer_takes_few_steps():
-    assert generate(TrieSource(), [9, 9], [1, 2, 3, 4, 5], 100) < 25
-
-
-def test_an_answer_copied_from_the_prompt_takes_few_steps():
+def test_repetitive_and_copied_answers_take_few_steps():
     answer = list(range(1, 31))
+    assert generate(TrieSource(), [9, 9], [1, 2, 3, 4, 5], 100) < 25
     assert generate(TrieSource(), [0, *answer, 0], answer, 30) < 7
 
 
-def test_an_answer_given_before_takes_few_steps_again_and_other_namespaces_learn_nothing():
-    answer = list(range(1, 31))
-    drafter = TrieSource()
-    assert generate(drafter, [0], answer, 30) > 20
+@pytest.mark.parametrize("warmed", [True, False])
+def test_an_answer_given_before_takes_few_steps_again_and_other_namespaces_learn_nothing(warmed):
+    answer, drafter = list(range(1, 31)), TrieSource()
+    if warmed:
+        drafter.warm("default", [answer])
+        drafter.warm("other", [[40, 41]])
+        assert drafter.trie.nbytes > 0 and drafter.trie.tokens("other") == 2
+    else:
+        assert generate(drafter, [0], answer, 30) > 20
     assert generate(drafter, [0], answer, 30) < 8
     other = Request([1], 9, namespace="other")
     row = opened(drafter, other)
@@ -194,23 +193,6 @@ def test_a_nodes_runners_up_are_kept_under_the_two_tokens_before_them(monkeypatc
     assert list(zip(rows.before, rows.last, strict=True)) == [(4, 5), (5, 7), (7, 8), (8, 9), (7, 3)]
 
 
-def test_warming_teaches_one_namespace_an_answer():
-    answer = list(range(1, 31))
-    drafter = TrieSource()
-    drafter.warm("default", [answer])
-    drafter.warm("other", [[40, 41]])
-    assert generate(drafter, [0], answer, 30) < 8
-    assert drafter.trie.nbytes > 0
-    assert drafter.trie.tokens("other") == 2
-
-
-def test_no_draft_is_made_for_the_last_token():
-    drafter = TrieSource()
-    request = Request([1, 2, 1], 1)
-    row = opened(drafter, request)
-    assert not len(draft(drafter, row, 4))
-
-
 def test_after_warm_up_nothing_is_compiled_and_nothing_is_indexed():
     drafter = TrieSource(TrieConfig(capacity=1 << 16, learning_rate=0))
     drafter.warm_up()
@@ -241,18 +223,40 @@ def test_a_given_trie_is_used_with_its_own_configuration():
         TrieSource(TrieConfig(), trie)
 
 
-def run(script: str, *path: Path) -> str:
-    """What a process of its own writes."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, path))}
-    command = [sys.executable, "-c", script]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+# Before the trie's machine code is there, texts are generated without drafts
 
 
-@pytest.mark.matrix
-def test_the_machine_code_of_the_index_is_kept():
-    TrieSource().warm_up()
-    stamp = entry_points.step._cache._cache_file._source_stamp
-    assert stamp == stamp_of(Path(forerun.__file__).parent, "trie")
-    script = "from forerun.decoding.sources.trie_source import TrieSource; TrieSource().warm_up()"
-    script += "; from forerun.trie import entry_points; print(sum(entry_points.step.stats.cache_hits.values()))"
-    assert run(script, Path(forerun.__file__).parents[1]) == "1\n"
+@pytest.fixture
+def compilation(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Processes that run until the test says otherwise."""
+    started = SimpleNamespace(running=True, wait=lambda: pytest.fail("nobody should wait for it"))
+    monkeypatch.setattr(trie_source, "compiled_before", lambda: False)
+    monkeypatch.setattr(trie_source, "Compilation", lambda: started)
+    return started
+
+
+def test_a_text_has_drafts_from_when_the_code_is_there_and_is_drafted_from_afterwards(compilation):
+    drafter, answer = TrieSource(waits=False), [7, 8, 9, 10, 11]
+    drafter.warm_up()
+    assert generate(drafter, [1, 2, 3], answer, 10) == 10
+    request = Request([1, 2, 3], 60, namespace="other")
+    row = opened(drafter, request)
+    assert drafter.read(row, 100) and drafter.promise([row]) == [0]
+    assert [len(step(drafter, row, answer, 8)) for _ in range(20)] == [0] * 20
+    compilation.running = False
+    assert len(step(drafter, row, answer, 8))
+    before = len(request.generated)
+    assert len(step(drafter, row, answer, 8)) and len(request.generated) > before + 2
+    row.close()
+    later = opened(drafter, Request([4, *answer[:2]], 8))  # in the namespace of the text that ended before
+    assert answer[2] in draft(drafter, later, 8).tokens
+
+
+def test_an_engine_gives_the_same_text_before_and_after_the_code_is_there(compilation):
+    model, options = tiny("llama"), {"max_new_tokens": 24}
+    expected = Engine(model, "none").generate(PROMPTS[1], **options).generated
+    engine = Engine(model, "trie", _runtime=replace(default_runtime(), waits_for_code=False))
+    for running in (True, False):
+        compilation.running = running
+        found = engine.generate(PROMPTS[1], **options)
+        assert found.generated == expected and any(found.stats[0].drafted) is not running

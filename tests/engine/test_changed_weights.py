@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support import batches
-from support.batches import CHUNK, LONG, finish_all, prompt
+from support.batches import CHUNK, LONG, finish, finish_all, prompt
 from support.saved_models import chat_model, chat_tokenizer
 from support.tiny import FAMILIES, build, tiny
 from torch import nn
@@ -36,7 +36,6 @@ def engine(model: Any, folder: Path | None = None, **options: Any) -> Engine:
 
 
 def ask(one: Engine) -> tuple[list[int], int]:
-    """An answer, and how many tokens of its prompt were found."""
     return batches.ask(one, [*prompt(BEGINNING), *prompt(5, 100)], new=NEW)
 
 
@@ -45,78 +44,40 @@ def weight(model: Any) -> torch.Tensor:
     return model.model.layers[0].self_attn.k_proj.weight
 
 
+def query(model: Any) -> torch.Tensor:
+    return model.model.layers[0].self_attn.q_proj.weight
+
+
 def step(model: Any) -> None:
-    weight(model).requires_grad_(True).grad = torch.ones_like(weight(model))
-    torch.optim.SGD([weight(model)], lr=1.0).step()
-    weight(model).grad = None
-    weight(model).requires_grad_(False)
+    own = weight(model).requires_grad_(True)
+    own.grad = torch.ones_like(own)
+    torch.optim.SGD([own], lr=1.0).step()
+    own.grad = None
+    own.requires_grad_(False)
 
 
-def without_gradients(model: Any) -> None:
-    with torch.no_grad():
-        weight(model).mul_(1.5)
-
-
-def in_inference_mode(model: Any) -> None:
-    with torch.inference_mode():
-        weight(model).mul_(1.5)
-
-
-def by_numpy(model: Any) -> None:
-    weight(model).detach().numpy()[:] *= 1.5
-
-
-def by_foreach(model: Any) -> None:
-    torch._foreach_mul_([p.data for p in model.parameters()], 1.5)
-
-
-def by_slices(model: Any) -> None:
-    weight(model).data[:] = 1.5 * weight(model).data
-
-
-def averaged(model: Any) -> None:
-    for own in model.parameters():
-        own.data.copy_(0.7 * own.data + 0.1 * own.data.flip(0))
-
-
-def epsilon(model: Any) -> None:
-    for layer in model.model.layers:
-        layer.input_layernorm.variance_epsilon = 0.5
-
-
-def buffer_in_place(model: Any) -> None:
-    model.model.rotary_emb.inv_freq.data.mul_(1.5)
-
-
-def activation(model: Any) -> None:
-    model.model.layers[0].mlp.act_fn = nn.GELU()
-
-
-def set_number(name: str, factor: float) -> Callable[[Any], None]:
-    def change(model: Any) -> None:
-        for layer in model.model.layers:
-            setattr(layer.self_attn, name, factor * getattr(layer.self_attn, name))
-
-    return change
-
-
-def transposed(model: Any) -> None:
-    query = model.model.layers[0].self_attn.q_proj.weight
-    query.data = query.data.t()
+def each_layer(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda model: [change(layer) for layer in model.model.layers]
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "load_state_dict": lambda model: model.load_state_dict({n: 1.2 * w for n, w in model.state_dict().items()}),
-    "a step of an optimizer": step, "no_grad": without_gradients, "inference_mode": in_inference_mode,
+    "a step of an optimizer": step, "no_grad": torch.no_grad()(lambda model: weight(model).mul_(1.5)),
+    "inference_mode": torch.inference_mode()(lambda model: weight(model).mul_(1.5)),
     "data = new": lambda model: setattr(weight(model), "data", 1.5 * weight(model).data),
     "a hook": lambda model: model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: 2 * out),
     "a forward": lambda model: setattr(model.model.layers[0].mlp, "forward", lambda x: 0.5 * x),
     "data.mul_": lambda model: weight(model).data.mul_(1.5), "data.neg_": lambda model: weight(model).data.neg_(),
-    "data[:] =": by_slices, "a NumPy view": by_numpy, "_foreach_mul_": by_foreach, "data.copy_": averaged,
-    "data = data.t()": transposed, "a norm's epsilon": epsilon, "the scores' factor": set_number("scaling", 3.0),
-    "a buffer in place": buffer_in_place,
+    "data[:] =": lambda model: weight(model).data.__setitem__(slice(None), 1.5 * weight(model).data),
+    "a NumPy view": lambda model: weight(model).detach().numpy().__imul__(1.5),
+    "_foreach_mul_": lambda model: torch._foreach_mul_([p.data for p in model.parameters()], 1.5),
+    "data.copy_": lambda model: [p.data.copy_(0.7 * p.data + 0.1 * p.data.flip(0)) for p in model.parameters()],
+    "data = data.t()": lambda model: setattr(query(model), "data", query(model).data.t()),
+    "a norm's epsilon": each_layer(lambda layer: setattr(layer.input_layernorm, "variance_epsilon", 0.5)),
+    "the scores' factor": each_layer(lambda layer: setattr(layer.self_attn, "scaling", 3 * layer.self_attn.scaling)),
+    "a buffer in place": lambda model: model.model.rotary_emb.inv_freq.data.mul_(1.5),
     "the angles' factor": lambda model: setattr(model.model.rotary_emb, "attention_scaling", 2.0),
-    "an activation": activation,
+    "an activation": lambda model: setattr(model.model.layers[0].mlp, "act_fn", nn.GELU()),
 }  # fmt: skip
 
 
@@ -190,8 +151,7 @@ def test_a_prompt_is_not_kept_if_the_model_changes_while_it_is_read(tmp_path, ho
         batch.admit(request)
         batch.step()
         weight(model).data.mul_(1.5)
-        while batch:
-            batch.step()
+        finish(batch)
     one.flush()
     wanted, _ = ask(engine(copy.deepcopy(model)))
     assert ask(one) == (wanted, 0)
@@ -210,8 +170,7 @@ def test_rows_on_both_sides_of_a_change_share_nothing():
             batch.step()
         weight(model).data.mul_(1.5)
         batch.admit(second)
-        while batch:
-            batch.step()
+        finish(batch)
     assert second.cached_tokens == 0
     (alone,) = engine(copy.deepcopy(model)).generate([prompt(BEGINNING)], max_new_tokens=NEW).generated
     assert second.generated.tolist() == alone
@@ -226,40 +185,35 @@ def test_a_batch_that_goes_on_takes_from_the_renewed_store(tmp_path):
                 weight(model).data.mul_(1.5)
             (request,) = one.requests([[*prompt(BEGINNING), *prompt(5, number)]], max_new_tokens=NEW)
             batch.admit(request)
-            while batch:
-                batch.step()
+            finish(batch)
             one.flush()
             assert request.cached_tokens == hits
 
 
-def one_number(model: Any) -> None:
-    weight(model).data[3, 5] += 1.0
-
-
-def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no checksum see anything, as with single numbers of a large weight."""
+@pytest.fixture
+def unseen(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Changes a number that no checksum sees, as single numbers of a large weight."""
     monkeypatch.setattr("forerun.models.forward.weight_watch.checksum", lambda *tensors: 0)
+    return lambda model: weight(model).data[3, 5].add_(1.0)
 
 
-def test_what_no_sample_sees_can_be_said(monkeypatch, tmp_path):
-    unseen(monkeypatch)
+def test_what_no_sample_sees_can_be_said(unseen, tmp_path):
     for folder in (None, tmp_path):
         model = fresh()
         one = engine(model, folder)
         before, _ = ask(one)
-        one_number(model)
-        assert ask(one)[1] == HELD  # unseen
+        unseen(model)
+        assert ask(one)[1] == HELD
         one.weights_changed()
         wanted, _ = ask(engine(copy.deepcopy(model)))
         assert wanted != before
         assert ask(one) == (wanted, 0)
 
 
-def test_texts_stored_after_an_unseen_change_go_when_the_store_is_closed(monkeypatch, tmp_path, caplog):
-    unseen(monkeypatch)
+def test_texts_stored_after_an_unseen_change_go_when_the_store_is_closed(unseen, tmp_path, caplog):
     model = fresh()
     one = engine(model, tmp_path)
-    one_number(model)
+    unseen(model)
     ask(one)
     with caplog.at_level(logging.WARNING, "forerun"):
         one.close()
@@ -304,8 +258,6 @@ def test_a_conversation_reads_anew_what_another_model_read():
     other = Conversation(Engine(copy.deepcopy(model), "none", tokenizer=tokenizer), max_new_tokens=NEW)
     other.messages = copy.deepcopy(one.messages)
     turn, wanted = one.send("And then?"), other.send("And then?")
-    for each in (turn, wanted):
-        for _ in each:
-            pass
+    assert [*turn] and [*wanted]
     assert turn.cached == wanted.cached == 0
     assert turn.request.generated.tolist() == wanted.request.generated.tolist()

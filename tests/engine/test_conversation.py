@@ -22,6 +22,7 @@ from typer.testing import CliRunner, Result
 from forerun import Conversation, Engine
 from forerun.cli import app
 from forerun.core.long_context import LongContextConfig
+from forerun.engine.conversation import ConversationTurn
 
 pty = pytest.importorskip("pty", reason="this system has no pseudo-terminals")
 
@@ -52,6 +53,13 @@ def fresh_answer(engine: Engine, messages: list[dict[str, str]], **options: Any)
     return model.generate(ids, do_sample=False, **options)[0, ids.shape[1] :].tolist()
 
 
+def answered(conversation: Conversation, text: str) -> ConversationTurn:
+    """The turn of a message, with its whole answer."""
+    turn = conversation.send(text)
+    list(turn)
+    return turn
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("drafter", ["none", "trie", "lookup", "low-rank"])
 def test_answers_are_those_to_the_whole_conversation_read_anew(drafter):
@@ -76,8 +84,7 @@ def test_a_turn_reads_only_what_is_new(engine):
     assert sum(sizes) == len(first.request.generated) and min(sizes) > 0
     assert first.cached == 0
     assert first.read == first.request.prompt_length
-    second = conversation.send(SAID[1])
-    list(second)
+    second = answered(conversation, SAID[1])
     before, now = first.request.prompt.tolist(), second.request.prompt.tolist()
     assert now[: len(before)] == before
     assert second.cached >= len(before)
@@ -93,30 +100,24 @@ def test_what_the_template_changes_in_earlier_turns_is_read_again():
     conversation = Conversation(engine, max_new_tokens=6)
     conversation.ask("again and again")
     told = [*conversation.messages, {"role": "user", "content": "brown"}]
-    turn = conversation.send("brown")
-    list(turn)
+    turn = answered(conversation, "brown")
     assert turn.cached < len(tokenizer("user: fox<end>", add_special_tokens=False)["input_ids"])
     assert turn.request.generated.tolist() == fresh_answer(engine, told, max_new_tokens=6)
 
 
-def test_an_answer_that_is_ended_stays_and_the_next_one_is_right(engine):
+@pytest.mark.parametrize("closed", [True, False])
+def test_an_answer_that_was_ended_stays_and_the_next_one_is_right(engine, closed):
+    """By its reader, or by a new message."""
     conversation = Conversation(engine, max_new_tokens=30)
     turn = conversation.send(SAID[0])
     next(turn)
-    turn.close()
-    assert conversation.messages[-1] == {"role": "assistant", "content": turn.text}
-    told = [*conversation.messages, {"role": "user", "content": SAID[1]}]
-    again = conversation.send(SAID[1])
-    list(again)
+    if closed:
+        turn.close()
+    again = answered(conversation, SAID[1])
+    told = [{"role": "user", "content": SAID[0]}, {"role": "assistant", "content": turn.text}]
+    told += [{"role": "user", "content": SAID[1]}]
+    assert conversation.messages == [*told, {"role": "assistant", "content": again.text}]
     assert again.request.generated.tolist() == fresh_answer(engine, told, max_new_tokens=30)
-
-
-def test_a_new_message_ends_an_answer_that_is_still_going_on(engine):
-    conversation = Conversation(engine, max_new_tokens=30)
-    turn = conversation.send(SAID[0])
-    next(turn)
-    conversation.ask(SAID[1])
-    assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 2
     assert list(turn) == []
 
 
@@ -137,8 +138,7 @@ def test_an_interruption_at_any_moment_leaves_a_conversation_that_goes_on_rightl
     with pytest.raises(KeyboardInterrupt):
         conversation.ask(SAID[0])
     told = [*conversation.messages, {"role": "user", "content": SAID[1]}]
-    turn = conversation.send(SAID[1])
-    list(turn)
+    turn = answered(conversation, SAID[1])
     assert turn.request.generated.tolist() == fresh_answer(engine, told, max_new_tokens=12)
 
 
@@ -159,8 +159,7 @@ def test_reset_forgets_the_turns_but_not_the_system_message(engine):
     first = conversation.ask(SAID[0])
     conversation.reset()
     assert conversation.messages == [{"role": "system", "content": "brown"}]
-    turn = conversation.send(SAID[0])
-    list(turn)
+    turn = answered(conversation, SAID[0])
     assert (turn.cached, turn.text) == (0, first)
 
 
@@ -183,9 +182,11 @@ def test_what_cannot_be_a_conversation_is_refused(engine):
 # --- the command line
 
 
+COMMON = ("--dtype", "float64", "--device", "cpu", "-n", "8")
+
+
 def call(name: str, folder: str, *arguments: object, **more: Any) -> Result:
-    common = ("-m", folder, "--dtype", "float64", "--device", "cpu", "-n", "8")
-    return CliRunner().invoke(app, [name, *common, *map(str, arguments)], **more)
+    return CliRunner().invoke(app, [name, "-m", folder, *COMMON, *map(str, arguments)], **more)
 
 
 def test_piped_lines_are_answered_one_by_one(folder, engine):
@@ -300,7 +301,6 @@ class Terminal:
         self.ended = False
 
     def wait(self) -> int:
-        """For its end, and how it ended."""
         _, status = os.waitpid(self.process, 0)
         self.ended = True
         return status
@@ -365,8 +365,7 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_program(talkative):
 @pytest.mark.matrix
 def test_ctrl_c_between_piped_lines_ends_with_130(folder):
     answer = call("chat", folder, input="again\n").stdout.encode()
-    common = ["-m", folder, "--dtype", "float64", "--device", "cpu", "-n", "8"]
-    command = [sys.executable, "-m", "forerun.cli", "chat", *common]
+    command = [sys.executable, "-m", "forerun.cli", "chat", "-m", folder, *COMMON]
     pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(command, **pipes, preexec_fn=heed_interrupts) as process:
         process.stdin.write(b"again\n")

@@ -5,9 +5,11 @@ import gc
 import re
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,7 +24,6 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedTokenizerFast,
     QuantizedCache,
-    StoppingCriteria,
     StoppingCriteriaList,
     TextIteratorStreamer,
     TextStreamer,
@@ -45,9 +46,7 @@ MODEL = tiny("llama")
 PROMPT = PROMPTS[1]
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return letters()
+tokenizer = pytest.fixture(scope="module")(letters)
 
 
 def by_transformers(prompt: list[int] = PROMPT, **options: Any) -> list[int]:
@@ -68,15 +67,12 @@ class BanEven(LogitsProcessor):
         return scores
 
 
-class StopAfter(StoppingCriteria):
-    def __init__(self, token: int) -> None:
-        self.token = token
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return input_ids[:, -1] == self.token
-
-
 FREE_RUN = by_transformers(max_new_tokens=30, eos_token_id=None, do_sample=False)
+
+
+def stop_after_the_seventh(ids: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
+    return ids[:, -1] == FREE_RUN[6]
+
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "max_new_tokens": {"max_new_tokens": 3}, "max_length": {"max_length": 20}, "default_length": {},
@@ -93,7 +89,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "forced_eos": {"max_new_tokens": 12, "forced_eos_token_id": EOS},
     "length_penalty": {"max_new_tokens": 30, "exponential_decay_length_penalty": (5, 1.2)},
     "processors": {"max_new_tokens": 30, "logits_processor": LogitsProcessorList([BanEven()])},
-    "criteria": {"max_new_tokens": 30, "stopping_criteria": StoppingCriteriaList([StopAfter(FREE_RUN[6])])},
+    "criteria": {"max_new_tokens": 30, "stopping_criteria": StoppingCriteriaList([stop_after_the_seventh])},
     "allowed": {"max_new_tokens": 30, "prefix_allowed_tokens_fn": lambda row, ids: [7, 9, int(ids[-1] + 1) % 48]},
     "config": {"generation_config": GenerationConfig(max_new_tokens=17, repetition_penalty=1.3, eos_token_id=EOS)},
 }  # fmt: skip
@@ -110,14 +106,8 @@ def test_greedy_options_mean_what_they_mean_in_transformers(name, drafter):
     expected = by_transformers(**options)
     engine = forerun.Engine(MODEL, oracle(**options) if drafter == "oracle" else drafter)
     assert engine.generate(PROMPT, **options).generated == [expected]
-    through_generate = by_transformers(
-        **options, custom_generate=forerun.custom_generate, forerun_drafter=drafter_for(drafter)
-    )
-    assert through_generate == expected
-
-
-def drafter_for(name: str) -> Any:
-    return Lookup() if name == "oracle" else name
+    given = Lookup() if drafter == "oracle" else drafter
+    assert by_transformers(**options, custom_generate=forerun.custom_generate, forerun_drafter=given) == expected
 
 
 SAMPLING: dict[str, dict[str, Any]] = {
@@ -154,8 +144,7 @@ def test_a_seed_gives_the_same_text_with_any_drafter(name):
     assert plain.seeds == [3]
     for drafter in ("lookup", "trie", OracleDrafter([plain.requests[0].tokens])):
         assert forerun.Engine(MODEL, drafter).generate(PROMPT, **options).generated == plain.generated
-        again = forerun.generate(MODEL, PROMPT, drafter=drafter, **options)
-        assert again.generated == plain.generated
+        assert forerun.generate(MODEL, PROMPT, drafter=drafter, **options).generated == plain.generated
 
 
 def test_num_return_sequences_are_different_and_reproducible():
@@ -200,16 +189,14 @@ def test_a_padded_batch_gives_transformers_own_tensor(options):
     length = max(len(prompt) for prompt in PROMPTS)
     ids = torch.tensor([[0] * (length - len(prompt)) + prompt for prompt in PROMPTS])
     mask = torch.tensor([[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
-    expected = MODEL.generate(ids, attention_mask=mask, do_sample=False, **options)
+    options = options | {"attention_mask": mask, "do_sample": False}
+    expected = MODEL.generate(ids, **options)
     custom = {"custom_generate": forerun.custom_generate, "forerun_drafter": "lookup"}
-    assert torch.equal(MODEL.generate(ids, attention_mask=mask, do_sample=False, **options, **custom), expected)
-    output = MODEL.generate(
-        ids, attention_mask=mask, do_sample=False, return_dict_in_generate=True, **options, **custom
-    )
+    assert torch.equal(MODEL.generate(ids, **options, **custom), expected)
+    output = MODEL.generate(ids, return_dict_in_generate=True, **options, **custom)
     assert torch.equal(output.sequences, expected)
     assert [stats.tokens >= stats.steps for stats in output.stats] == [True] * 3
-    engine = forerun.Engine(MODEL, "lookup")
-    rows = engine.generate(ids, attention_mask=mask, do_sample=False, **options)
+    rows = forerun.Engine(MODEL, "lookup").generate(ids, **options)
     assert [request.prompt.tolist() for request in rows.requests] == list(PROMPTS)
     assert torch.equal(rows.sequences, expected)
 
@@ -229,15 +216,13 @@ def test_streamers_receive_every_token(tokenizer, capsys):
 
 
 def test_stream_yields_what_generate_returns_and_closing_it_ends_the_request():
-    events = []
-
-    engine = forerun.Engine(MODEL, Told(None, lambda row: events.append("closed")))
+    closed: list[Row] = []
+    engine = forerun.Engine(MODEL, Told(None, closed.append))
     commits = engine.stream(PROMPT, max_new_tokens=20, eos_token_id=None, do_sample=False)
-    tokens = [next(commits).tokens[0] for _ in range(5)]
-    assert tokens == FREE_RUN[:5]
-    assert events == []
+    assert [next(commits).tokens[0] for _ in range(5)] == FREE_RUN[:5]
+    assert not closed
     commits.close()
-    assert len(events) == 1
+    assert len(closed) == 1
 
 
 def test_interruption_keeps_what_was_generated():
@@ -247,10 +232,9 @@ def test_interruption_keeps_what_was_generated():
                 raise KeyboardInterrupt
             return super().propose(rows, limits)
 
+    engine = forerun.Engine(MODEL, Impatient(), prune_drafts=False)
     with pytest.raises(forerun.GenerationInterrupted) as caught:
-        forerun.Engine(MODEL, Impatient(), prune_drafts=False).generate(
-            PROMPT, max_new_tokens=20, eos_token_id=None, do_sample=False
-        )
+        engine.generate(PROMPT, max_new_tokens=20, eos_token_id=None, do_sample=False)
     assert caught.value.result.generated == [FREE_RUN[:4]]
     assert caught.value.result.finish_reasons == [None]
 
@@ -267,7 +251,7 @@ def test_text_in_and_text_out(tokenizer):
     ([], {}, ValueError, "there is no prompt"), ([[]], {}, ValueError, "the prompt is empty"),
     ([3, VOCABULARY], {}, ValueError, f"token id {VOCABULARY} is out of range"),
     ([3, -1], {}, ValueError, "token id -1 is out of range"), ("text", {}, ValueError, "no tokenizer"),
-    ([1.5], {}, TypeError, "token ids"),
+    ([1.5], {}, TypeError, "token ids"), (5, {}, TypeError, "the prompt is 5; it must be text, token ids, messages"),
     (PROMPT, {"max_new_tokens": 127}, ValueError, "exceed the model's 128 positions"),
     (PROMPT, {"max_new_tokens": 0}, ValueError, "max_new_tokens"),
     (PROMPT, {"num_beams": 3}, NotImplementedError, "beam_search"),
@@ -280,10 +264,16 @@ def test_text_in_and_text_out(tokenizer):
     (PROMPT, {"max_new_tokens": 4, "unheard_of": 1}, ValueError, "unheard_of"),
     (PROMPT, {"inputs_embeds": torch.zeros(1, 12, 32)}, (NotImplementedError, ValueError), "inputs_embeds"),
     (PROMPT, {"position_ids": torch.arange(3, 15)[None]}, NotImplementedError, "position_ids: .* counts"),
+    (PROMPT, {"seed": "x"}, TypeError, "^seed is 'x'; it must be an integer or None"),
+    (PROMPT, {"logprobs": "x"}, TypeError, "^logprobs is 'x'; it must be an integer or None"),
+    (PROMPT, {"namespace": 3}, TypeError, "^namespace is 3; it must be a text"),
+    (PROMPT, {"max_new_tokens": "x"}, TypeError, "^max_new_tokens is 'x'; it must be an integer or None"),
+    (PROMPT, {"top_p": "x"}, TypeError, r"^top_p is 'x'; it must be a number or None"),
 ])  # fmt: skip
 def test_bad_input_is_refused_with_the_reason(prompts, options, error, message):
-    with pytest.raises(error, match=message):
-        forerun.Engine(MODEL, "none").generate(prompts, **options)
+    for generate in (forerun.Engine(MODEL, "none").generate, partial(forerun.generate, MODEL, drafter="none")):
+        with pytest.raises(error, match=message):
+            generate(prompts, **options)
 
 
 def test_a_processor_that_asks_for_more_than_there_is_is_refused_as_by_transformers():
@@ -302,24 +292,22 @@ def test_bad_settings_are_refused_with_the_reason(tokenizer):
         forerun.Engine(MODEL, "magic")
     with pytest.raises(ValueError, match="budget is 0; it must be at least 1"):
         forerun.Engine(MODEL, "none", budget=0)
-    tokenizer_too_large = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel({str(i): i for i in range(99)}))
-    )
+    with pytest.raises(TypeError, match=r"^budget is 'x'; it must be an integer"):
+        forerun.generate(MODEL, PROMPT, drafter="none", budget="x")
+    for make in (forerun.Engine, partial(forerun.generate, prompts=PROMPT)):
+        with pytest.raises(TypeError, match=r"^settings is {}; it must be a forerun.LongContextConfig or None"):
+            make(MODEL, drafter="none", settings={})
+    large = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({str(i): i for i in range(99)})))
     with pytest.raises(ValueError, match="99 tokens and the model 48: they do not match"):
-        forerun.Engine(MODEL, "none", tokenizer=tokenizer_too_large)
+        forerun.Engine(MODEL, "none", tokenizer=large)
     with pytest.raises(AttributeError, match="no attribute 'magic'"):
         _ = forerun.magic
 
 
 def test_a_failing_step_still_closes_every_request(monkeypatch):
-    closed = []
-
+    closed: list[Row] = []
     engine = forerun.Engine(MODEL, Told(None, closed.append))
-
-    def fail(*given: Any) -> None:
-        raise RuntimeError("the planner failed")
-
-    monkeypatch.setattr(engine.level.planner, "learn", fail)
+    monkeypatch.setattr(engine.level.planner, "learn", Mock(side_effect=RuntimeError("the planner failed")))
     with pytest.raises(RuntimeError, match="the planner failed"):
         engine.generate(list(PROMPTS), max_new_tokens=4)
     assert len(closed) == 3
@@ -343,15 +331,21 @@ def test_an_engine_drafts_from_texts_it_was_warmed_with_in_their_namespace_only(
         forerun.Engine(MODEL, "lookup").warm([PROMPT])
 
 
-def test_all_doors_give_the_same_sample_for_a_seed():
+@pytest.mark.parametrize("seed", [5, None])
+def test_all_doors_give_the_same_samples_for_a_seed_or_draw_the_same_seeds(seed):
     options = {"do_sample": True, "temperature": 0.8, "top_k": 9, "max_new_tokens": 20, "num_return_sequences": 2}
-    ids = torch.tensor([PROMPT])
-    engine = forerun.Engine(MODEL, "trie").generate(PROMPT, seed=5, **options)
-    function = forerun.generate(MODEL, ids, seed=5, **options)
-    custom = MODEL.generate(ids, custom_generate=forerun.custom_generate, forerun_seed=5, **options)
-    assert engine.generated == function.generated
-    rows = custom[:, len(PROMPT) :].tolist()
-    assert [row[: len(text)] for row, text in zip(rows, engine.generated, strict=True)] == engine.generated
+    options |= {"eos_token_id": None}
+    ids, found = torch.tensor([PROMPT] * 2), []
+    for door in (
+        lambda: forerun.Engine(MODEL, "trie").generate([PROMPT] * 2, seed=seed, **options).generated,
+        lambda: forerun.generate(MODEL, ids, seed=seed, **options).generated,
+        lambda: MODEL.generate(ids, custom_generate=forerun.custom_generate, forerun_seed=seed, **options)[
+            :, len(PROMPT) :
+        ].tolist(),
+    ):
+        torch.manual_seed(5)
+        found.append(door())
+    assert found[0] == found[1] == found[2]
 
 
 def test_custom_generate_draws_a_seed_for_every_prompt_from_torch_s_generator():
@@ -360,19 +354,8 @@ def test_custom_generate_draws_a_seed_for_every_prompt_from_torch_s_generator():
     texts = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        texts.append(MODEL.generate(ids, custom_generate=forerun.custom_generate, **options))
-    assert len(texts[0].unique(dim=0)) == 3
-    assert torch.equal(texts[0], texts[1])
-    assert not torch.equal(texts[0], texts[2])
-
-
-def test_all_doors_draw_the_same_seeds():
-    options = {"do_sample": True, "max_new_tokens": 12, "eos_token_id": None, "num_return_sequences": 2}
-    torch.manual_seed(5)
-    engine = forerun.Engine(MODEL, "none").generate([PROMPT, PROMPT], **options)
-    torch.manual_seed(5)
-    custom = MODEL.generate(torch.tensor([PROMPT] * 2), custom_generate=forerun.custom_generate, **options)
-    assert custom[:, len(PROMPT) :].tolist() == engine.generated
+        texts.append(MODEL.generate(ids, custom_generate=forerun.custom_generate, **options).tolist())
+    assert len({*map(tuple, texts[0])}) == 3 and texts[0] == texts[1] != texts[2]
 
 
 CACHE = "(past_key_values|cache)"
@@ -401,10 +384,8 @@ def test_custom_generate_names_the_inputs_that_it_cannot_take():
         with pytest.raises(NotImplementedError, match=message):
             MODEL.generate(**given, max_new_tokens=2, custom_generate=forerun.custom_generate, forerun_drafter="none")
     options = {"max_new_tokens": 5, "do_sample": False}
-    own = MODEL.generate(
-        ids, position_ids=natural, custom_generate=forerun.custom_generate, forerun_drafter="none", **options
-    )
-    assert own[0, len(PROMPT) :].tolist() == by_transformers(**options)
+    custom = {"custom_generate": forerun.custom_generate, "forerun_drafter": "none"}
+    assert by_transformers(position_ids=natural, **custom, **options) == by_transformers(**options)
 
 
 def test_caches_are_checked_under_any_name():
@@ -450,34 +431,17 @@ def test_what_a_processor_gives_beside_ids_is_refused():
         next(engine.stream(PROMPT, max_new_tokens=2, streamer=TextStreamer(None)))
 
 
-class Kept(BaseStreamer):
-    """Keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.values: list[list[int]] = []
-        self.ended = False
-
-    def put(self, value: torch.Tensor) -> None:
-        self.values.append(value.flatten().tolist())
-
-    def end(self) -> None:
-        self.ended = True
-
-
-def wrapped(*given: Any, **options: Any) -> Any:
-    return forerun.custom_generate(*given, **options)
-
-
-@pytest.mark.parametrize(
-    ("name", "door"),
-    [("forerun_streamer", forerun.custom_generate), ("streamer", forerun.custom_generate), ("streamer", wrapped)],
-)
+@pytest.mark.parametrize(("name", "door"), [
+    ("forerun_streamer", forerun.custom_generate), ("streamer", forerun.custom_generate),
+    ("streamer", lambda *given, **options: forerun.custom_generate(*given, **options)),
+])  # fmt: skip
 def test_a_streamer_of_custom_generate_gets_the_prompt_first(name, door):
-    ids, theirs, ours = torch.tensor([PROMPT]), Kept(), Kept()
+    ids, theirs, ours = torch.tensor([PROMPT]), Mock(spec=BaseStreamer), Mock(spec=BaseStreamer)
     options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
     MODEL.generate(ids, streamer=theirs, **options)
     MODEL.generate(ids, custom_generate=door, **{name: ours}, **options)
-    assert ours.values == theirs.values and ours.ended and len(ours.values) == 6
+    told, wanted = ([call.args[0].flatten().tolist() for call in one.put.call_args_list] for one in (ours, theirs))
+    assert told == wanted and len(told) == 6 and ours.end.called
 
 
 def byte_tokenizer(text: str) -> PreTrainedTokenizerFast:
@@ -496,13 +460,13 @@ def test_texts_of_a_stream_never_split_a_character(drafter):
     ids = tokenizer(text)["input_ids"]
     engine = forerun.Engine(MODEL, drafter, tokenizer=tokenizer)
     options: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tokens": len(ids)}
-    written = [*engine.stream(ids, prefix_allowed_tokens_fn=lambda _, so_far: [ids[len(so_far) - len(ids)]], **options)]
+    options["prefix_allowed_tokens_fn"] = lambda _, so_far: [ids[len(so_far) - len(ids)]]
+    written = [*engine.stream(ids, **options)]
     assert [token for commit in written for token in commit.tokens] == ids
     assert "".join(commit.text or "" for commit in written) == text
     assert any(commit.text == "" for commit in written) or drafter == "lookup"
-    broken = ids[: len(ids) - 1]  # the last character is cut off: its bytes come out at the end
-    options |= {"max_new_tokens": len(broken)}
-    (*_, last) = engine.stream(ids, prefix_allowed_tokens_fn=lambda _, so_far: [ids[len(so_far) - len(ids)]], **options)
+    options["max_new_tokens"] = len(ids) - 1  # the last character is cut off: its bytes come out at the end
+    (*_, last) = engine.stream(ids, **options)
     assert (last.text or "").endswith("\N{REPLACEMENT CHARACTER}")
     assert next(iter(forerun.Engine(MODEL, "none").stream(PROMPT, max_new_tokens=2))).text is None
 
@@ -513,26 +477,6 @@ def test_a_result_is_short_in_print(tokenizer):
     one, two = engine.generate(PROMPT, **options), engine.generate([PROMPT, PROMPT], **options)
     assert re.fullmatch(r"GenerationResult\('\w{79}…', 100 tokens, 1.0 tokens per step, \d+\.\d\d s\)", repr(one))
     assert re.fullmatch(r"GenerationResult\(2 sequences, 200 tokens, 1.0 tokens per step, .*\)", repr(two))
-
-
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"seed": "x"}, "seed is 'x'; it must be an integer or None"),
-    ({"logprobs": "x"}, "logprobs is 'x'; it must be an integer or None"),
-    ({"namespace": 3}, "namespace is 3; it must be a text"),
-    ({"max_new_tokens": "x"}, "max_new_tokens is 'x'; it must be an integer or None"),
-    ({"top_p": "x"}, "top_p is 'x'; it must be a number or None"),
-    ({"budget": "x"}, "budget is 'x'; it must be an integer"),
-    ({"settings": {}}, "settings is {}; it must be a forerun.LongContextConfig or None"),
-]
-
-
-@pytest.mark.parametrize(("given", "message"), WRONG)
-def test_an_argument_of_the_wrong_type_is_named(given, message):
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
-        forerun.generate(MODEL, PROMPT, drafter="none", **{"max_new_tokens": 2, **given})
-    if "settings" in given:
-        with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
-            forerun.Engine(MODEL, "none", **given)
 
 
 def test_a_user_s_stop_strings_take_the_place_of_the_options(tokenizer):
@@ -548,24 +492,15 @@ def test_a_user_s_stop_strings_take_the_place_of_the_options(tokenizer):
 
 @pytest.mark.parametrize("name", ["pixel_values", "token_type_ids", "input_features"])
 def test_what_a_model_reads_beside_text_is_refused_by_name(name):
-    prepared = MODEL.generate(
-        torch.tensor([PROMPT]),
-        max_new_tokens=2,
-        custom_generate=lambda model, input_ids, **given: {"input_ids": input_ids, **given},
-    )
+    ids, prepare = torch.tensor([PROMPT]), lambda model, input_ids, **given: {"input_ids": input_ids, **given}
+    prepared = MODEL.generate(ids, max_new_tokens=2, custom_generate=prepare)
     with pytest.raises(NotImplementedError, match=rf"^{name}: Forerun passes only token ids"):
         forerun.custom_generate(MODEL, **prepared, **{name: torch.zeros(1)})
 
 
-@pytest.fixture
-def measuring() -> Iterator[None]:
-    """Engines probe and measure for themselves; what the session's runtime has probed, it keeps."""
-    with runtime_as_default(Runtime()):
-        yield
-
-
-@pytest.mark.usefixtures("measuring")
+@runtime_as_default(Runtime())
 def test_engines_beside_a_model_are_few_and_go_when_the_model_does():
+    """With a runtime of its own: what the session's runtime has probed, it keeps."""
     model = copy.deepcopy(MODEL)
     options = {"max_new_tokens": 2, "do_sample": False}
     first = weakref.ref(engine_of(model, "none", budget=8))

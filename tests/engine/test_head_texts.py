@@ -13,20 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import heads
 from support.distributions import chi_square_p
-from support.heads import (
-    OracleHead,
-    dflash,
-    dflash2,
-    dspark,
-    eagle3,
-    eagle31,
-    gemma4,
-    gemma4_and_its_last_layers,
-    gemma4_assistant,
-    mtp_target,
-    peagle,
-)
+from support.heads import OracleHead
 from support.qwen_mtp import FAMILIES, qwen_target
 from support.tiny import ARCHITECTURES, HYBRIDS, PROMPTS, build, by_transformers, tiny
 from transformers import PreTrainedModel
@@ -52,10 +41,10 @@ SAMPLING: dict[str, dict[str, Any]] = {
 ON: dict[str, Any] = {"max_new_tokens": 24, "eos_token_id": None}
 SHORT = ON | {"max_new_tokens": 12}
 HEADS: dict[str, Callable[[Path, PreTrainedModel], Path]] = {
-    "eagle3": eagle3,
-    "eagle3, speculators": lambda folder, model: eagle3(folder, model, "speculators"),
-    "eagle31": eagle31, "peagle": peagle, "dflash": dflash, "dflash2": dflash2, "dspark": dspark,
-}  # fmt: skip
+    "eagle3": heads.eagle3,
+    "eagle3, speculators": lambda folder, model: heads.eagle3(folder, model, "speculators"),
+    **{name: getattr(heads, name) for name in ("eagle31", "peagle", "dflash", "dflash2", "dspark")},
+}
 
 
 @functools.cache
@@ -65,6 +54,14 @@ def plain(architecture: str, dtype: str, sampling: str) -> list[list[int]]:
         return [[*prompt, *by_transformers(model, prompt, **options)] for prompt in PROMPTS]
     engine = Engine(model, "none", prune_drafts=False)
     return [engine.generate(prompt, **options).requests[0].tokens.tolist() for prompt in PROMPTS]
+
+
+def check_texts(engine: Engine, expected: list[list[int]], above: float = 0.0, **options: Any) -> None:
+    """A batch of the prompts has these texts and drafts, and each row more than so many tokens per step."""
+    found = engine.generate(list(PROMPTS), **options).requests
+    assert [request.tokens.tolist() for request in found] == expected
+    assert all(sum(request.stats.drafted) > 0 for request in found)
+    assert all(request.stats.tokens_per_step > above for request in found)
 
 
 def with_head(head: Any) -> Callable[[Setup], HeadSource]:
@@ -84,11 +81,7 @@ def check_cell(head: str, architecture: str, dtype: str, sampling: str, folder: 
     settings = LongContextConfig(draft_model=folder)
     engine = Engine(model, drafter, settings=settings, prune_drafts=False, prefill_block=4)
     assert engine.exactness.level == "bitwise"
-    found = engine.generate(list(PROMPTS), **SAMPLING[sampling] | ON).requests
-    assert [request.tokens.tolist() for request in found] == expected
-    assert all(sum(request.stats.drafted) > 0 for request in found)
-    if head == "oracle":  # but for the first step, which reads the prompt's last chunk
-        assert all(request.stats.tokens_per_step > 4 for request in found)
+    check_texts(engine, expected, 4 * (head == "oracle"), **SAMPLING[sampling] | ON)
 
 
 EVERY = [
@@ -124,10 +117,10 @@ def over_shortlists(head: Any) -> Callable[[Setup], HeadSource]:
 
 
 SHORTLISTED: dict[str, Callable[[Path, PreTrainedModel], Path]] = {
-    "eagle3": lambda folder, model: eagle3(folder, model, known=48),
-    "eagle31": lambda folder, model: eagle3(folder, model, known=48, fc_norm=True, norm_output=True),
-    "peagle": peagle,
-    "dflash": dflash,
+    "eagle3": lambda folder, model: heads.eagle3(folder, model, known=48),
+    "eagle31": lambda folder, model: heads.eagle3(folder, model, known=48, fc_norm=True, norm_output=True),
+    "peagle": heads.peagle,
+    "dflash": heads.dflash,
 }
 """Heads that know all tokens; the logits of DFlash2 and DSpark depend on tokens of a whole vocabulary."""
 
@@ -141,9 +134,7 @@ def test_drafting_over_shortlists_changes_nothing(head, sampling, tmp_path, shor
     own = load_head(SHORTLISTED[head](tmp_path, model))
     engine = Engine(model, over_shortlists(own), prune_drafts=False, prefill_block=4)
     assert own.output.frequent is not None
-    found = engine.generate(list(PROMPTS), **SAMPLING[sampling] | ON).requests
-    assert [request.tokens.tolist() for request in found] == expected
-    assert all(sum(request.stats.drafted) > 0 for request in found)
+    check_texts(engine, expected, **SAMPLING[sampling] | ON)
 
 
 @torch.inference_mode()
@@ -151,7 +142,7 @@ def test_under_rejection_sampling_q_is_what_a_shortlist_was_drawn_from(tmp_path,
     """It is 0 for all other tokens, and the texts have the target's distribution: of 600 texts the tokens of the first
     step with drafts, by a chi-square test."""
     model, prompt, trees = tiny("llama", torch.float32), PROMPTS[1][:6], list[DraftTree]()
-    own = load_head(eagle3(tmp_path, model, known=48))
+    own = load_head(heads.eagle3(tmp_path, model, known=48))
 
     class Watched(HeadSource):
         def propose(self, rows: Any, limits: Any) -> list[DraftTree]:
@@ -177,18 +168,12 @@ def test_under_rejection_sampling_q_is_what_a_shortlist_was_drawn_from(tmp_path,
                             seed=seed + row, verification="rejection", eos_token_id=None)[0]
             for row in range(50)
         ]  # fmt: skip
-        for _ in engine.run(requests):
-            pass
+        list(engine.run(requests))
         counts += np.bincount([int(request.generated[1]) for request in requests], minlength=48)
     assert sum(len(tree) for tree in trees) > 500
     seldom = second * 600 < 5  # the test is for cells of some five texts; others count as one
     cells = [np.append(each[~seldom], each[seldom].sum()) for each in (counts, second)]
     assert chi_square_p(*cells) > 0.001
-
-
-def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """A copy of all that a model computes with."""
-    return {name: t.clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
 
 
 @pytest.mark.parametrize(
@@ -202,31 +187,29 @@ def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 )  # fmt: skip
 def test_heads_of_a_checkpoint_change_nothing(kind, count, dtype, tmp_path):
     made = getattr(torch, dtype)
-    model = qwen_target(tmp_path, kind, made) if kind in FAMILIES else mtp_target(tmp_path, count, made, kind)
-    none, texts, before = Engine(model, "none", prune_drafts=False, prefill_block=4), {}, _tensors(model)
-    for sampling in ("greedy", "coupled"):
-        texts[sampling] = [none.generate(prompt, **SAMPLING[sampling] | SHORT).requests[0] for prompt in PROMPTS]
+    model = qwen_target(tmp_path, kind, made) if kind in FAMILIES else heads.mtp_target(tmp_path, count, made, kind)
+    none, tensors = Engine(model, "none", prune_drafts=False, prefill_block=4), [*model.parameters(), *model.buffers()]
+    ways, before = [SAMPLING[sampling] | SHORT for sampling in ("greedy", "coupled")], [t.clone() for t in tensors]
+    texts = [[none.generate(prompt, **way).requests[0].tokens.tolist() for prompt in PROMPTS] for way in ways]
     engine = Engine(model, "mtp", prune_drafts=False, prefill_block=4)
-    after = _tensors(model)
-    assert all(after[name].dtype == t.dtype and torch.equal(after[name], t) for name, t in before.items())
-    for sampling, expected in texts.items():
-        found = engine.generate(list(PROMPTS), **SAMPLING[sampling] | SHORT).requests
-        assert [r.tokens.tolist() for r in found] == [r.tokens.tolist() for r in expected]
-        assert all(sum(request.stats.drafted) > 0 for request in found)
+    after = [*model.parameters(), *model.buffers()]
+    assert all(own.dtype == t.dtype and torch.equal(own, t) for own, t in zip(after, before, strict=True))
+    for way, expected in zip(ways, texts, strict=True):
+        check_texts(engine, expected, **way)
     if dtype == "float64":
         own = by_transformers(model, PROMPTS[1], do_sample=False, max_new_tokens=12, eos_token_id=None)
         assert engine.generate(PROMPTS[1], do_sample=False, **SHORT).generated == [own]
 
 
 GEMMA4: dict[str, Callable[[Path, torch.dtype], PreTrainedModel]] = {
-    "its last layers": gemma4_and_its_last_layers,
-    "random": lambda folder, dtype: with_assistant(folder, gemma4(dtype, shared=0)),
-    "centroids": lambda folder, dtype: with_assistant(folder, gemma4(dtype), centroids=8),
+    "its last layers": heads.gemma4_and_its_last_layers,
+    "random": lambda folder, dtype: with_assistant(folder, heads.gemma4(dtype, shared=0)),
+    "centroids": lambda folder, dtype: with_assistant(folder, heads.gemma4(dtype), centroids=8),
 }
 
 
 def with_assistant(folder: Path, model: PreTrainedModel, **options: Any) -> PreTrainedModel:
-    gemma4_assistant(folder, model, **options)
+    heads.gemma4_assistant(folder, model, **options)
     return model
 
 
@@ -239,10 +222,7 @@ def check_assistant(kind: str, dtype: str, sampling: str, folder: Path, on: dict
     engine = Engine(model, "head", settings=settings, prune_drafts=False, prefill_block=4, prefix_cache=1 << 24)
     assert engine.exactness.level == "bitwise"
     for _ in range(2):
-        found = engine.generate(list(PROMPTS), **SAMPLING[sampling] | on).requests
-        assert [request.tokens.tolist() for request in found] == expected
-        assert all(sum(request.stats.drafted) > 0 for request in found)
-        assert kind != "its last layers" or all(request.stats.tokens_per_step > 2 for request in found)
+        check_texts(engine, expected, 2 * (kind == "its last layers"), **SAMPLING[sampling] | on)
     if dtype == "float64" and sampling == "greedy":
         own = by_transformers(model, PROMPTS[1], do_sample=False, **on)
         assert [*PROMPTS[1], *own] == expected[1]
@@ -261,7 +241,7 @@ def test_an_assistant_that_reads_the_targets_keys_changes_nothing(cell, tmp_path
 
 
 def test_an_assistant_reads_keys_off_the_device_and_those_of_a_conversation(tmp_path):
-    model = gemma4_and_its_last_layers(tmp_path, torch.float32)
+    model = heads.gemma4_and_its_last_layers(tmp_path, torch.float32)
     settings, text = LongContextConfig(draft_model=tmp_path), list(PROMPTS[1]) * 30
     plain = Engine(model, "none", prune_drafts=False)
     expected = plain.generate(text, **ON).requests[0].tokens.tolist()
@@ -273,8 +253,7 @@ def test_an_assistant_reads_keys_off_the_device_and_those_of_a_conversation(tmp_
     near = Engine(model, "head", settings=settings, prune_drafts=False)
     cache = near.prefill(text[:300], len(expected))
     (request,) = near.requests(text, **ON)
-    for _ in near.run([request], caches=[cache]):
-        pass
+    list(near.run([request], caches=[cache]))
     assert request.tokens.tolist() == expected and request.stats.tokens_per_step > 2
 
 
@@ -303,12 +282,9 @@ def test_heads_of_a_target_with_recurrent_layers_change_nothing(name, head, tmp_
     none = Engine(model, "none").generate(list(PROMPTS), do_sample=False, **ON).requests
     expected = [request.tokens.tolist() for request in none]
     settings = LongContextConfig(draft_model=HEADS[head](tmp_path, model))
-    for drafter in ("head", with_head(OracleHead(expected, model))):
+    for drafter, above in (("head", 0), (with_head(OracleHead(expected, model)), 4)):
         engine = Engine(model, drafter, settings=settings, prefill_block=4, prune_drafts=False)
-        found = engine.generate(list(PROMPTS), do_sample=False, **ON).requests
-        assert [request.tokens.tolist() for request in found] == expected
-        assert all(sum(request.stats.drafted) > 0 for request in found)
-    assert all(request.stats.tokens_per_step > 4 for request in found)
+        check_texts(engine, expected, above, do_sample=False, **ON)
 
 
 def oracle_engine(**more: Any) -> tuple[Engine, list[list[int]]]:
@@ -326,12 +302,10 @@ def test_a_head_begins_where_the_target_begins_to_read():
 
 
 def test_a_conversation_goes_on_with_a_head():
-    engine, expected = oracle_engine()
-    text = expected[1]
+    engine, (_, text, _) = oracle_engine()
     cache = engine.prefill(text[:20], 40)
-    (request,) = engine.requests(text[:20], **ON | {"max_new_tokens": 12})
-    for _ in engine.run([request], caches=[cache]):
-        pass
+    (request,) = engine.requests(text[:20], **SHORT)
+    list(engine.run([request], caches=[cache]))
     assert request.tokens.tolist() == text[:32]
 
 
@@ -370,8 +344,7 @@ def test_a_head_walks_the_tokens_that_a_grammar_forces(head, tmp_path):
     for drafter in ("none", "head"):
         engine = Engine(model, drafter, settings=settings, prune_drafts=False, prefill_block=4)
         requests = [Request(prompt, 24, sampler=Sampler(constraint=Sevens())) for prompt in PROMPTS]
-        for _ in engine.run(requests):
-            pass
+        list(engine.run(requests))
         texts.append([request.tokens.tolist() for request in requests])
         drafted = sum(sum(request.stats.drafted) for request in requests)
     assert texts[0] == texts[1]
@@ -379,17 +352,15 @@ def test_a_head_walks_the_tokens_that_a_grammar_forces(head, tmp_path):
 
 
 def test_rejection_sampling_tests_a_chain_with_its_distribution(tmp_path):
-    engine = Engine(
-        tiny("llama"), "head", settings=LongContextConfig(draft_model=eagle3(tmp_path, tiny("llama"))),
-        prune_drafts=False,
-    )  # fmt: skip
+    settings = LongContextConfig(draft_model=heads.eagle3(tmp_path, tiny("llama")))
+    engine = Engine(tiny("llama"), "head", settings=settings, prune_drafts=False)
     found = engine.generate(list(PROMPTS), do_sample=True, seed=1, verification="rejection", **ON).requests
     assert all(max(request.stats.drafted) == 6 for request in found)
     assert sum(sum(request.stats.accepted) for request in found) > 0
 
 
 def test_what_takes_no_head_says_so(tmp_path):
-    settings = LongContextConfig(draft_model=eagle3(tmp_path, tiny("llama")))
+    settings = LongContextConfig(draft_model=heads.eagle3(tmp_path, tiny("llama")))
     with pytest.raises(ValueError, match="a head; this drafter needs a small model"):
         Engine(tiny("llama"), "triforce", settings=settings)
     with pytest.raises(ValueError, match="needs a trained head"):

@@ -10,10 +10,9 @@ import pytest
 import torch
 from support.batches import repeated as prompt
 from support.compiled_models import MODELS, kept, scored
-from support.tiny import ARCHITECTURES, FAMILIES, HYBRIDS, build, tiny
+from support.tiny import ARCHITECTURES, FAMILIES, HYBRIDS, LEARNING, build, tiny
 from transformers import PreTrainedModel
 
-import forerun
 from forerun import Engine
 from forerun.audit.audit import Plan, audit
 from forerun.core.block import Block
@@ -36,8 +35,6 @@ WAYS: dict[str, dict[str, Any]] = {
 DRAFTERS = ("trie", "lookup", "auto", "low-rank", "retrieval", "triforce-trie", "streaming", "triforce")
 ROUNDING = 2**-8
 """Relative rounding of a number to bfloat16."""
-
-
 PROMPTS = [prompt(90), prompt(20, 1), prompt(61, 2)]
 
 
@@ -80,7 +77,7 @@ def test_every_pass_has_the_same_bits_near_those_of_the_model(name):
 ])  # fmt: skip
 def test_drafts_change_no_bit(drafter, way, name):
     one = engine(kept(name, torch.float32), drafter)
-    if drafter in ("trie", "auto", "triforce-trie"):
+    if drafter in LEARNING:
         one.warm([[*PROMPTS[0], *plain(name, way)[0]]])
     assert one.exactness.level == "bitwise"
     assert texts(one, PROMPTS, way) == plain(name, way)
@@ -168,14 +165,6 @@ def test_an_audit_knows_the_rounding():
     model = kept("llama", torch.float32)
     report = audit(model, PROMPTS, Plan(drafters=("lookup",), max_new_tokens=NEW, kv_dtype="bfloat16"))
     assert report.exactness.level == "bitwise" and not report.failures
-
-
-def test_it_is_an_option_of_the_functions():
-    model = kept("llama", torch.float32)
-    found = forerun.generate(
-        model, PROMPTS[0], drafter="none", kv_dtype="bfloat16", max_new_tokens=NEW, eos_token_id=None, do_sample=False
-    )
-    assert len(found.generated[0]) == NEW
 
 
 def test_what_cannot_have_it_is_refused_with_the_reason(monkeypatch):

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from support.batches import finish
 from support.tiny import build, tiny
 
 from forerun.core.block import Block, RowScores
@@ -27,26 +28,19 @@ def after(most: int, steps: int, seconds_a_token: float, plain: float = 1.0) -> 
     return read
 
 
-def test_alone_a_step_always_works():
-    assert PrefillPacing().works(False) and not PrefillPacing().works(True)
-
-
 def test_the_first_step_beside_others_only_decodes_and_so_does_one_now_and_then():
+    assert PrefillPacing().works(False)  # alone it works
     read = after(512, 3 * (RECENT_STEPS + 1), 0.001)
     assert [i for i, tokens in enumerate(read) if not tokens] == [0, RECENT_STEPS + 1, 2 * (RECENT_STEPS + 1)]
 
 
-@pytest.mark.parametrize("seconds", [1e-5, 0.004, 0.03, 10.0])
-def test_what_is_read_settles_where_its_time_is_allowed(seconds):
-    read = [tokens for tokens in after(512, 60, seconds) if tokens][20:]
-    allowed = (STEPS_BESIDE - 1) / seconds
-    assert all(MIN_CHUNK_TOKENS <= tokens <= 512 for tokens in read)
-    assert max(read) <= max(MIN_CHUNK_TOKENS, allowed + 1)
-    assert min(read) >= min(512, allowed - 1)
-
-
-def test_a_small_limit_is_kept():
-    assert set(after(8, 40, 10.0)) == {0, 8}
+@pytest.mark.parametrize(("most", "seconds"), [(512, 1e-5), (512, 0.004), (512, 0.03), (512, 10.0), (8, 10.0)])
+def test_what_is_read_settles_where_its_time_is_allowed(most, seconds):
+    read = [tokens for tokens in after(most, 60, seconds) if tokens][20:]
+    allowed, least = (STEPS_BESIDE - 1) / seconds, min(most, MIN_CHUNK_TOKENS)
+    assert all(least <= tokens <= most for tokens in read)
+    assert max(read) <= max(least, allowed + 1)
+    assert min(read) >= min(most, allowed - 1)
 
 
 def test_a_short_chunk_says_nothing_of_longer_ones():
@@ -113,8 +107,7 @@ def test_a_prompt_cut_by_its_time_gives_the_same_text(drafter):
             for request in requests:
                 batch.admit(request)
                 batch.step()
-            while len(batch):
-                batch.step()
+            finish(batch)
         assert (sum(sum(request.stats.drafted) for request in requests) > 0) == (drafter != "none")
         return [request.generated.tolist() for request in requests], cuts
 

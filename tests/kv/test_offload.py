@@ -8,15 +8,15 @@ import os
 import threading
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 import transformers
 from support.all_keys import AllKeysView
-from support.batches import repeated
+from support.batches import finish, repeated
 from support.compiled_models import MODELS, SHAPE
 from support.tiny import ARCHITECTURES, LAYOUTS
 from support.tiny import build as tiny_of
@@ -84,7 +84,8 @@ PLACES = [(dtype, place) for dtype in (torch.float32, torch.bfloat16) for place 
     *(pytest.param(*each, DRAFTERS, marks=pytest.mark.matrix) for each in PLACES),
 ], ids=str)  # fmt: skip
 def test_every_bit_is_that_of_a_text_on_the_device(dtype, place, drafters, tmp_path):
-    plain, away = engines(model("qwen2", dtype), **_tiers(place, tmp_path))
+    tiers = {} if place == "host" else {"host": 300_000, "folder": tmp_path}
+    plain, away = engines(model("qwen2", dtype), **tiers)
     assert isinstance(away.target, CompiledScorer)
     for how in ({"do_sample": False}, {"do_sample": True, "seed": 3, "temperature": 0.8}):
         wanted = texts(plain, "none", PROMPTS, **how)
@@ -93,10 +94,6 @@ def test_every_bit_is_that_of_a_text_on_the_device(dtype, place, drafters, tmp_p
     assert away.tiers.copy_engine.fetched > 0
     gc.collect()
     assert not any(away.tiers.taken.values())
-
-
-def _tiers(place: str, folder: Path) -> dict[str, Any]:
-    return {} if place == "host" else {"host": 300_000, "folder": folder}
 
 
 @NATIVE
@@ -117,30 +114,22 @@ def test_the_device_is_filled_first(share):
 
 
 @NATIVE
-def test_a_prompt_is_brought_away_once_and_does_not_come_back():
+def test_a_prompt_is_brought_away_once_and_does_not_come_back(monkeypatch):
     _, away = engines(model())
     copy_engine, length = away.tiers.copy_engine, 3001
     away.tiers.memory = KVMemory(min_device_bytes(away.target.kv, length + 64))
     fetched: list[int] = []
     leave = OffloadedCache.write_back
-
-    def noting(cache: OffloadedCache, layer: int, count: int) -> None:
-        fetched.append(copy_engine.fetched)
-        leave(cache, layer, count)
-
-    OffloadedCache.write_back = noting
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(OffloadedCache, "write_back", lambda *given: fetched.append(copy_engine.fetched) or leave(*given))
         cache = away.prefill(prompt(length), 64)
-    finally:
-        OffloadedCache.write_back = leave
     whole = away.target.kv.nbytes * (length - 1)
     assert isinstance(cache, OffloadedCache) and len(cache.offloaded_layers) == len(away.target.kv.layers)
     assert copy_engine.written == whole and fetched[-1] == 0
     request = away.requests(prompt(length), max_new_tokens=5)[0]
     request.eos_token_ids = frozenset()
     before = copy_engine.fetched
-    for _ in away.run([request], caches=[cache]):
-        pass
+    list(away.run([request], caches=[cache]))
     assert 4 * whole < copy_engine.fetched - before <= 1.1 * 5 * whole  # five passes, of which two layers were there
     assert copy_engine.written - whole <= 5 * away.target.kv.nbytes
 
@@ -152,21 +141,14 @@ def test_the_next_layer_comes_while_one_is_computed(monkeypatch):
     _, away = engines(model(), lengths=(700,))
     cache = away.prefill(prompt(700), 80)
     assert isinstance(cache, OffloadedCache) and len(cache.offloaded_layers) == 6
-    monkeypatch.setattr(
-        CopyEngine, "fetch", lambda copy_engine, parts: asked.append("fetch") or fetch(copy_engine, parts)
-    )
+    monkeypatch.setattr(CopyEngine, "fetch", lambda *given: asked.append("fetch") or fetch(*given))
     leave = OffloadedCache.write_back
-    monkeypatch.setattr(
-        OffloadedCache, "write_back", lambda cache, layer, count: asked.append("done") or leave(cache, layer, count)
-    )
-    request = away.requests(prompt(700), max_new_tokens=1)[0]
-    for _ in away.run([request], caches=[cache]):
-        pass
+    monkeypatch.setattr(OffloadedCache, "write_back", lambda *given: asked.append("done") or leave(*given))
+    list(away.run(away.requests(prompt(700), max_new_tokens=1), caches=[cache]))
     # layers 0 and 1 are there already; each other is sent for before the one before it is done
     assert asked[:11] == ["done", *["fetch", "done"] * 5]
 
 
-@pytest.mark.one_in(2)
 def test_what_a_gpu_would_copy_lies_in_one_piece():
     """Torch copies anything else between devices through memory that is not pinned, and waits."""
     to, source = torch.zeros(1, 3, 20, 4), torch.randn(1, 3, 24, 4)
@@ -176,8 +158,7 @@ def test_what_a_gpu_would_copy_lies_in_one_piece():
     for mine, given in parts:
         mine.copy_(given)
     assert torch.equal(to[:, :, 5:17], source[:, :, 2:14])
-    assert not to[:, :, :5].any()
-    assert not to[:, :, 17:].any()
+    assert not to[:, :, :5].any() and not to[:, :, 17:].any()
     whole = torch.zeros(1, 600, 8, 4), torch.ones(1, 600, 8, 4)  # chunks that were gathered: one copy, not 600
     assert len(list(by_head(*whole))) == 1
 
@@ -188,10 +169,8 @@ def test_any_decoder_can_be_offloaded(name):
     class_name, extra = {**ARCHITECTURES, **LAYOUTS}[name]
     one = tiny_of(class_name, {**extra, "num_hidden_layers": 5}, seed=2)
     plain = Engine(one, "none", settings=SETTINGS, prune_drafts=False)
-    away = Engine(
-        one, "trie", settings=SETTINGS, prune_drafts=False, prefill_block=16,
-        kv_memory=KVMemory(min_device_bytes(plain.target.kv, 256)),
-    )  # fmt: skip
+    memory = KVMemory(min_device_bytes(plain.target.kv, 256))
+    away = Engine(one, "trie", settings=SETTINGS, prune_drafts=False, prefill_block=16, kv_memory=memory)
     assert not isinstance(away.target, CompiledScorer)
     ids = prompt(70)
     found, wanted = (one.generate(ids, max_new_tokens=24, do_sample=False).requests[0] for one in (away, plain))
@@ -203,16 +182,14 @@ def test_any_decoder_can_be_offloaded(name):
 def test_a_text_that_was_read_once_goes_on_again():
     plain, away = engines(model())
     ids = prompt(500)
-    for one in (plain, away):
-        one.set_drafter("trie", SETTINGS)
-    caches = [one.prefill(ids, ROOM + 80) for one in (plain, away)]
     found: list[list[list[int]]] = [[], []]
-    for seed in range(3):
-        for one, cache, mine in zip((plain, away), caches, found, strict=True):
+    for one, mine in zip((plain, away), found, strict=True):
+        one.set_drafter("trie", SETTINGS)
+        cache = one.prefill(ids, ROOM + 80)
+        for seed in range(3):
             cache.truncate(499)
             request = one.requests(ids, max_new_tokens=ROOM, do_sample=True, seed=seed)[0]
-            for _ in one.run([request], caches=[cache]):
-                pass
+            list(one.run([request], caches=[cache]))
             mine.append(request.generated.tolist())
     assert found[0] == found[1]
 
@@ -221,10 +198,8 @@ def test_a_text_that_was_read_once_goes_on_again():
 def test_a_full_disk_ends_the_request_and_frees_everything(tmp_path, monkeypatch):
     _, away = engines(model(), lengths=(500,), host=0, folder=tmp_path)
 
-    def full(*told: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=full))
     with pytest.raises(OSError, match=r"bytes of keys and values cannot be stored in .*: No space left"):
         away.generate(prompt(500), max_new_tokens=4)
     assert away.tiers is not None and not any(away.tiers.taken.values())
@@ -239,24 +214,17 @@ def test_a_copy_that_fails_ends_its_request_alone(monkeypatch):
     assert away.tiers is not None
     wanted = texts(plain, "none", (301,), do_sample=False)[0]
     bad, good = (away.requests(prompt(n, n), max_new_tokens=ROOM, do_sample=False)[0] for n in (700, 301))
-    fetch = CopyEngine.fetch
+    fetch, fail = CopyEngine.fetch, Mock(side_effect=OSError("in the test"))
 
     def failing(copy_engine: CopyEngine, parts: Parts) -> Any:
-        def fail() -> None:
-            raise OSError("in the test")
-
-        return (
-            copy_engine.run_in_order(fail)
-            if size(parts) > 600 * away.target.kv.nbytes // 6
-            else fetch(copy_engine, parts)
-        )
+        long = size(parts) > 600 * away.target.kv.nbytes // 6
+        return copy_engine.run_in_order(fail) if long else fetch(copy_engine, parts)
 
     monkeypatch.setattr(CopyEngine, "fetch", failing)
     with away.batch() as batch:
         batch.admit(bad, reserve=away.tiers.room_for([batch.tokens(good)]))
         batch.admit(good)
-        while batch:
-            batch.step()
+        finish(batch)
     assert isinstance(bad.error, OSError) and good.error is None
     assert good.generated.tolist() == wanted
     del batch
@@ -282,7 +250,7 @@ def test_rows_are_moved_at_home_whatever_mode_the_caller_is_in():
 
 
 @NATIVE
-def test_what_fits_nowhere_is_said_with_the_numbers():
+def test_what_fits_nowhere_and_a_view_that_reads_all_keys_in_each_pass_are_refused():
     one = model()
     with pytest.raises(
         NoRoomError, match=r"a sequence of 568 tokens needs 393,216 bytes on the device.*; 1,000 of 1,000"
@@ -294,14 +262,9 @@ def test_what_fits_nowhere_is_said_with_the_numbers():
     for wrong in ({"device": -1}, {"device": 1, "host": -1}, {"device": 1, "bandwidth": 0.0}):
         with pytest.raises(ValueError, match="must be"):
             KVMemory(**wrong)
-
-
-@NATIVE
-def test_a_view_that_reads_the_texts_keys_in_each_pass_is_refused():
-    _, away = engines(model(), lengths=(500,))
-    cache = away.tiers.cache(500 + ROOM)
+    _, away = engines(one, lengths=(500,))
     with pytest.raises(ValueError, match="a AllKeysView reads all keys in each pass"):
-        AllKeysView(cache)
+        AllKeysView(away.tiers.cache(500 + ROOM))
 
 
 @NATIVE
@@ -346,15 +309,9 @@ def test_a_cache_of_a_fixed_size_says_when_it_is_full():
 @pytest.mark.matrix
 def test_the_commands_know_it(tmp_path, monkeypatch):
     written, write_back = list[int](), OffloadedCache.write_back
-
-    def noted(cache: OffloadedCache, layer: int, count: int) -> None:
-        written.append(count)
-        write_back(cache, layer, count)
-
-    monkeypatch.setattr(OffloadedCache, "write_back", noted)
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog and then it sleeps in the sun. " * 60)
-    told = ["generate", "-p", text.read_text()[:1500], "-n", "8", "--json", "--drafter", "trie"]
+    monkeypatch.setattr(OffloadedCache, "write_back", lambda *given: written.append(1) or write_back(*given))
+    text = ("the quick brown fox jumps over the lazy dog and then it sleeps in the sun. " * 60)[:1500]
+    told = ["generate", "-p", text, "-n", "8", "--json", "--drafter", "trie"]
     plain = CliRunner().invoke(app, told)
     assert not written
     away = CliRunner().invoke(

@@ -1,6 +1,6 @@
 """States of recurrent layers have the bits of token-by-token reading, whatever was drafted, cut, forked or stored."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -47,6 +47,8 @@ def one_by_one(text: Sequence[int]) -> torch.Tensor:
 
 def with_drafts(states: RecurrentStates, text: Sequence[int], rng: np.random.Generator) -> torch.Tensor:
     """Read the rest of a text by trees that hold some of it among wrong siblings."""
+    uncommitted = Block(TEXT[: rng.integers(1, 200)], DraftTree.chain([1, 2]), states.length)
+    outputs(states, uncommitted)  # without a trace
     while states.length < len(text) - 1:
         here = text[states.length :]
         right = here[1 : 1 + rng.integers(0, min(6, len(here) - 1))]
@@ -63,6 +65,11 @@ def with_drafts(states: RecurrentStates, text: Sequence[int], rng: np.random.Gen
     return read(states, text)
 
 
+def snapshots(states: RecurrentStates) -> list[int]:
+    """The positions of the snapshots that are saved."""
+    return sorted({int(name.partition(".")[0]) for name in states.saved_state(10_000)})
+
+
 @given(st.integers(0, 1000), st.integers(2, 90))
 def test_drafts_and_chunks_leave_the_bits_of_reading_one_by_one(seed, length):
     rng, states = np.random.default_rng(seed), RecurrentStates()
@@ -73,13 +80,14 @@ def test_drafts_and_chunks_leave_the_bits_of_reading_one_by_one(seed, length):
 @given(st.integers(0, 1000), st.integers(3, 160))
 def test_a_text_that_was_cut_goes_on_with_the_same_bits(seed, length):
     rng, states = np.random.default_rng(seed), RecurrentStates()
-    with_drafts(states, TEXT[:length] * 0 + 3 if seed % 3 == 0 else TEXT[:length], rng)
+    text = TEXT[:length] * 0 + 3 if seed % 3 == 0 else TEXT[:length]
+    with_drafts(states, text, rng)
     goal = int(rng.integers(0, length + 1))
     left = states.truncate(goal)
     assert left == states.length <= goal
     if length - goal <= SNAPSHOT_TOKENS:
         assert left == goal
-    other = np.concatenate(((TEXT[:left] * 0 + 3 if seed % 3 == 0 else TEXT[:left]), TEXT[100:150]))
+    other = np.concatenate((text[:left], TEXT[100:150]))
     assert torch.equal(with_drafts(states, other, rng), one_by_one(other))
 
 
@@ -127,10 +135,9 @@ def test_stored_snapshots_go_on_with_the_same_bits():
 def test_there_are_few_snapshots_of_a_long_text_and_the_last_ones_are_close():
     states = RecurrentStates()
     read(states, np.resize(TEXT, 20 * SNAPSHOT_TOKENS), 100)
-    positions = sorted({int(name.partition(".")[0]) for name in states.saved_state(10_000)})
+    positions = snapshots(states)
     assert positions[-2:] == [19 * SNAPSHOT_TOKENS, 20 * SNAPSHOT_TOKENS]
-    assert len(positions) <= MAX_SNAPSHOTS + 2
-    assert positions[0] <= 4 * SNAPSHOT_TOKENS
+    assert len(positions) <= MAX_SNAPSHOTS + 2 and positions[0] <= 4 * SNAPSHOT_TOKENS
 
 
 def test_snapshots_stay_where_messages_begin_and_are_no_more_for_it():
@@ -138,41 +145,27 @@ def test_snapshots_stay_where_messages_begin_and_are_no_more_for_it():
     states = RecurrentStates()
     states.keep_at(turns)
     read(states, text, 100)
-    saved = states.saved_state(10_000)
-    positions = sorted({int(name.partition(".")[0]) for name in saved})
+    positions = snapshots(states)
     assert {64, 640, 1472, 1984, 2048, 2496} <= set(positions) and len(positions) <= MAX_SNAPSHOTS + 2
-    again = states.beginning(saved, 2200)  # as a prompt begins that was changed in its last turn
+    again = states.beginning(states.saved_state(10_000), 2200)  # as a prompt begins that was changed in its last turn
     assert again.length == 2048
     other = np.concatenate((text[:2200], text[:900]))
     assert torch.equal(read(again, other, 50), one_by_one(other))
-    kept = {int(name.partition(".")[0]) for name in again.saved_state(10_000)}
-    assert {64, 640, 1472, 1984, 2048} <= kept and len(kept) <= MAX_SNAPSHOTS + 2
+    positions = snapshots(again)
+    assert {64, 640, 1472, 1984, 2048} <= set(positions) and len(positions) <= MAX_SNAPSHOTS + 2
 
 
-def test_a_pass_without_commit_has_no_effect():
-    states = RecurrentStates()
-    read(states, TEXT[:70])
-    for wrong in (TEXT[:200], TEXT[5:9]):
-        outputs(states, Block(wrong, DraftTree.chain([1, 2]), 70))
-    assert torch.equal(read(states, TEXT[:90]), one_by_one(TEXT[:90]))
-
-
-def test_a_model_that_was_cast_begins_anew():
+def test_a_model_that_was_cast_and_a_block_somewhere_else_are_refused():
     """States are float32 for models of several types, so they do not show it themselves."""
-    states, rows = RecurrentStates(), torch.zeros(1, SHAPE.row_width)
-    q = torch.zeros(1, 1, SHAPE.dim)
-    for first in range(2):
-        block = Block(TEXT[first : first + 1], DraftTree.empty(), first)
-        if first:
-            with pytest.raises(ValueError, match=r"torch.float32 rows, but the model's are torch.bfloat16"):
-                states.advance(1, SHAPE, rows, q.bfloat16(), block)
-        states.advance(1, SHAPE, rows, q, block)
-        states.commit(block, [])
-
-
-def test_a_block_somewhere_else_is_refused():
+    states, rows, q = RecurrentStates(), torch.zeros(1, SHAPE.row_width), torch.zeros(1, 1, SHAPE.dim)
     with pytest.raises(ValueError, match="the block starts at 5, but the states have 0 tokens"):
-        outputs(RecurrentStates(), Block(TEXT[:3], DraftTree.empty(), 5))
+        outputs(states, Block(TEXT[:3], DraftTree.empty(), 5))
+    first, second = (Block(TEXT[n : n + 1], DraftTree.empty(), n) for n in range(2))
+    states.advance(1, SHAPE, rows, q, first)
+    states.commit(first, [])
+    with pytest.raises(ValueError, match=r"torch.float32 rows, but the model's are torch.bfloat16"):
+        states.advance(1, SHAPE, rows, q.bfloat16(), second)
+    states.advance(1, SHAPE, rows, q, second)
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=40))
@@ -184,5 +177,4 @@ def test_no_state_is_overwritten_before_its_last_child_has_read_it(numbers):
         assert source == BEFORE if parent < 0 else held[source] == parent
         held[place] = token
     assert order.places <= len(numbers)
-    chain: Callable[[int], TokenOrder] = lambda n: TokenOrder.of(np.arange(-1, n - 1), {}, CPU)  # noqa: E731
-    assert chain(50).places == 1
+    assert TokenOrder.of(np.arange(-1, 49), {}, CPU).places == 1  # of a chain

@@ -3,6 +3,7 @@
 import itertools
 import sys
 
+import numpy as np
 import pytest
 import torch
 from support.batches import LONG, finish_all, prompt
@@ -15,6 +16,7 @@ from forerun.core.tree import DraftTree
 from forerun.engine.batch import Batch
 from forerun.engine.engine import Engine
 from forerun.kernels.attention.attention import AttentionSpec, Rows
+from forerun.kernels.attention.ordered_attention import BLOCK_TOKENS, SPLIT_TOKENS
 from forerun.kv import full_cache
 from forerun.kv.cache import MIN_SLACK_TOKENS, most_rows, release, slack
 from forerun.kv.full_cache import FullCache
@@ -40,11 +42,8 @@ def spoiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
-CELLS = list(
-    itertools.product(
-        ["gemma3_text", "mistral", "olmo3", "qwen2"], ["none", "trie", "low-rank", "triforce-trie"], DTYPES
-    )
-)
+MODELS, DRAFTERS = ["gemma3_text", "mistral", "olmo3", "qwen2"], ["none", "trie", "low-rank", "triforce-trie"]
+CELLS = list(itertools.product(MODELS, DRAFTERS, DTYPES))
 FEW = [
     *pairwise([cell for cell in CELLS if cell[2] != torch.float64]),
     ("mistral", "low-rank", torch.float64),
@@ -77,23 +76,22 @@ def test_what_is_released_is_never_read(name, drafter, dtype, spoiled, monkeypat
 
 @pytest.fixture
 def cache() -> FullCache:
-    """With 2,100 tokens, read in blocks; layer 0 has a window, layer 1 has none."""
-    cache = FullCache(2200, releases=True)
-    for _ in range(21):
-        fill(cache, 100)
-    return cache
+    """With 2,100 tokens; layer 0 has a window, layer 1 has none."""
+    return filled(FullCache(2200, releases=True), 21)
 
 
-def fill(cache: FullCache, count: int) -> None:
-    """Commit so many tokens; all numbers of a token are its position and one."""
+def filled(cache: FullCache, blocks: int) -> FullCache:
+    """Commit so many blocks of 100 tokens; all numbers of a token are its position and one."""
     specs = {0: AttentionSpec(1.0, WINDOW), 1: AttentionSpec(1.0)}
-    block = Block(torch.zeros(count, dtype=torch.int64).numpy(), DraftTree.empty(), cache.length)
-    cache.begin_pass(specs)
-    for layer in specs:
-        places = torch.arange(cache.length, cache.length + count, dtype=torch.float32) + 1
-        rows = places[None, None, :, None].expand(1, 2, count, 64)
-        cache.append(layer, rows, rows)
-    cache.commit(block, [])
+    for _ in range(blocks):
+        block = Block(np.zeros(100, np.int64), DraftTree.empty(), cache.length)
+        cache.begin_pass(specs)
+        for layer in specs:
+            places = torch.arange(cache.length, cache.length + 100, dtype=torch.float32) + 1
+            rows = places[None, None, :, None].expand(1, 2, 100, 64)
+            cache.append(layer, rows, rows)
+        cache.commit(block, [])
+    return cache
 
 
 def positions(cache: FullCache, layer: int) -> list[int]:
@@ -115,21 +113,18 @@ def test_a_text_is_taken_back_as_far_as_its_window_is_there_or_to_nothing(cache)
     assert 0 < cache.least <= 2100 - MIN_SLACK_TOKENS
     cache.truncate(cache.least)
     assert cache.length == cache.least
-    fill(cache, 300)
+    filled(cache, 3)
     assert set(range(cache.least - WINDOW + 1, cache.length)) <= set(positions(cache, 0))
     cache.truncate(cache.least - 1)
     assert cache.length == cache.least == 0
-    for _ in range(12):
-        fill(cache, 100)
+    filled(cache, 12)
     assert set(range(1200 - WINDOW, 1200)) <= set(positions(cache, 0))
     assert positions(cache, 1) == list(range(1200))
 
 
 @pytest.mark.parametrize("shareable", [False, True])
 def test_a_text_begins_with_another_only_where_all_that_it_sees_is_there(shareable):
-    cache = FullCache(2200, shareable, releases=True)
-    for _ in range(21):
-        fill(cache, 100)
+    cache = filled(FullCache(2200, shareable, releases=True), 21)
     prefix = cache.share(2000)
     assert prefix.least == cache.least > 0
     for length in (prefix.least - 1, 100):
@@ -146,18 +141,14 @@ def test_a_text_begins_with_another_only_where_all_that_it_sees_is_there(shareab
 
 
 def test_a_cache_that_grows_copies_only_what_it_keeps():
-    cache = FullCache(releases=True)
-    for _ in range(60):
-        fill(cache, 100)
+    cache = filled(FullCache(releases=True), 60)
     assert cache.capacity < 7000 and cache.least > 4000
     assert set(range(cache.least - WINDOW + 1, 6000)) <= set(positions(cache, 0))
     assert positions(cache, 1) == list(range(6000))
 
 
 def test_less_is_needed_and_held_than_for_all_keys(cache):
-    whole = FullCache(2200)
-    for _ in range(21):
-        fill(whole, 100)
+    whole = filled(FullCache(2200), 21)
     layer = 2 * 2 * 64 * 4  # bytes of a token
     assert whole.needs(whole.shape, 100_000) == 100_000 * 2 * layer
     assert cache.needs(cache.shape, 100_000) == (100_000 + most_rows(WINDOW)) * layer
@@ -191,6 +182,4 @@ def test_what_is_kept_for_other_prompts_is_kept_whole():
 
 
 def test_a_slack_covers_what_kernels_read_before_a_window():
-    from forerun.kernels.attention.ordered_attention import BLOCK_TOKENS, SPLIT_TOKENS
-
     assert max(BLOCK_TOKENS, SPLIT_TOKENS) <= MIN_SLACK_TOKENS <= slack(1)

@@ -77,20 +77,6 @@ def test_frequencies_that_the_model_does_not_use_are_no_rotation():
     assert Scorer(other).rotation() is None
 
 
-def test_layers_without_positions_stay_as_they_are():
-    rotation = Scorer(tiny("smollm3, without positions")).rotation()
-    assert [rotation.layers[layer] is None for layer in range(4)] == [False, True, False, True]
-    keys = torch.randn(1, 2, 3, 8)
-    assert rotation(1, keys, 9) is keys
-
-
-def test_two_frequencies_are_told_apart():
-    rotation = Scorer(tiny("gemma3, two frequencies")).rotation()
-    local, distant = (rotation.layers[layer] for layer in range(2))
-    assert local is not None and distant is not None
-    assert not torch.equal(local.frequencies, distant.frequencies)
-
-
 def test_turning_keeps_the_dtype_and_there_and_back_again_is_nothing():
     rotation = Rotation({0: LayerRotation(slice(2, 4), slice(4, 6), torch.tensor([1.0, 0.01], dtype=torch.float64))})
     for dtype, limit in ((torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 5e-2)):

@@ -15,11 +15,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors import safe_open
-from support.batches import CHUNK, LONG, Reads, ask, finish_all, prompt
+from support.batches import CHUNK, LONG, Reads, ask, finish, finish_all, prompt
 from support.tiny import tiny
 
 import forerun
@@ -99,13 +100,8 @@ def test_another_process_finds_what_this_one_read(tmp_path):
     wanted, _ = ask(one, question(0))
     one.close()
     path = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(forerun.__file__).parents[1])])
-    found = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE, str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": path, "PYTHONHASHSEED": "7"},
-        stdout=subprocess.PIPE,
-        check=True,
-        timeout=120,
-    )
+    command, env = [sys.executable, "-c", ELSEWHERE, str(tmp_path)], {"PYTHONPATH": path, "PYTHONHASHSEED": "7"}
+    found = subprocess.run(command, env=os.environ | env, stdout=subprocess.PIPE, check=True, timeout=120)
     assert json.loads(found.stdout.splitlines()[-1]) == [wanted, HELD]
 
 
@@ -122,46 +118,25 @@ def test_a_namespace_finds_its_own_texts_only_and_no_name_tells_it(tmp_path):
     assert {path.stat().st_mode & 0o077 for path in tmp_path.rglob("*")} == {0}
 
 
-def other_weight(model: Any) -> None:
-    with torch.no_grad():
-        model.model.embed_tokens.weight[40, 3] += 1e-3
-
-
-def other_config(model: Any) -> None:
-    model.config.rms_norm_eps *= 2
-
-
-def turned_faster(model: Any) -> None:
-    model.model.rotary_emb.inv_freq *= 1.5
-
-
-@pytest.mark.parametrize("change", [other_weight, other_config, turned_faster])
-def test_another_model_finds_nothing(tmp_path, change):
+@pytest.mark.parametrize("change", ["weight", "config", "type", "sources"])
+def test_another_model_type_or_other_sources_find_nothing(tmp_path, monkeypatch, change):
     ask(engine(tmp_path), question(0))
-    model = copy.deepcopy(tiny("llama"))
-    change(model)
-    assert ask(engine(tmp_path, model=model), question(0))[1] == 0
+    assert ask(engine(tmp_path), question(0))[1] == HELD
+    model = copy.deepcopy(tiny("llama", torch.float32))
+    if change == "weight":
+        model.model.embed_tokens.weight.data[40, 3] += 1e-3
+    elif change == "config":
+        model.config.rms_norm_eps *= 2
+    elif change == "sources":
+        monkeypatch.setattr("forerun.models.forward.fingerprint.sources", lambda folder: "changed")
+    dtype = torch.bfloat16 if change == "type" else torch.float32
+    assert ask(engine(tmp_path, model=model, dtype=dtype), question(0))[1] == 0
 
 
 class Adapted(torch.nn.Linear):
     """A module with a state that is no weight."""
 
     active = "a"
-
-
-def test_a_model_with_modules_of_another_package_is_refused(tmp_path):
-    model = copy.deepcopy(tiny("llama"))
-    model.model.layers[0].self_attn.q_proj.__class__ = Adapted
-    with pytest.raises(ValueError, match="Adapted, whose code and state are not checked"):
-        engine(tmp_path, model=model)
-
-
-def test_another_type_or_other_sources_find_nothing(tmp_path, monkeypatch):
-    ask(engine(tmp_path), question(0))
-    assert ask(engine(tmp_path, dtype=torch.bfloat16), question(0))[1] == 0
-    assert ask(engine(tmp_path), question(0))[1] == HELD
-    monkeypatch.setattr("forerun.models.forward.fingerprint.sources", lambda folder: "changed")
-    assert ask(engine(tmp_path), question(0))[1] == 0
 
 
 def flip(path: Path, first: bool = False) -> None:
@@ -192,17 +167,6 @@ def test_a_damaged_text_is_removed_and_read_again(tmp_path, damage, caplog):
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert str(path) in caplog.text
     assert ask(engine(tmp_path), question(0)) == (wanted, HELD)
-
-
-def test_a_file_is_checked_once(tmp_path, monkeypatch):
-    ask(engine(tmp_path), question(0))
-    checked: list[Any] = []
-    verify = KVFile.verify
-    monkeypatch.setattr(KVFile, "verify", lambda self: checked.append(verify(self)))
-    one = engine(tmp_path)
-    for number in range(3):
-        ask(one, question(number))
-    assert len(checked) == 1
 
 
 def test_the_limit_holds_and_what_was_used_least_recently_goes(tmp_path):
@@ -238,10 +202,16 @@ def test_a_text_takes_the_place_of_its_beginning_if_it_is_an_eighth_longer(tmp_p
     assert sizes == [["80"], ["80"], ["80"], ["112"]]
 
 
-def test_a_text_is_found_while_it_is_being_written(tmp_path, monkeypatch):
-    wanted, _ = ask(engine(None), question(1))
+@pytest.fixture
+def go(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """What writers of files wait for."""
     go, put = threading.Event(), DiskLRU.put
     monkeypatch.setattr(DiskLRU, "put", lambda self, *metadata: go.wait(60) and put(self, *metadata))
+    return go
+
+
+def test_a_text_is_found_while_it_is_being_written(tmp_path, go):
+    wanted, _ = ask(engine(None), question(1))
     one = engine(tmp_path)
     finish_all(one, one.requests([question(0)], max_new_tokens=NEW))
     (request,) = one.requests([question(1)], max_new_tokens=NEW)
@@ -253,10 +223,8 @@ def test_a_text_is_found_while_it_is_being_written(tmp_path, monkeypatch):
     assert ask(engine(tmp_path), question(1))[1] == HELD
 
 
-def test_more_than_may_wait_is_not_kept_and_nobody_waits(tmp_path, monkeypatch):
+def test_more_than_may_wait_is_not_kept_and_nobody_waits(tmp_path, monkeypatch, go):
     monkeypatch.setattr(kv_store, "MAX_PENDING_FILES", 1)
-    go, put = threading.Event(), DiskLRU.put
-    monkeypatch.setattr(DiskLRU, "put", lambda self, *metadata: go.wait(60) and put(self, *metadata))
     one = engine(tmp_path)
     for number in range(3):
         finish_all(one, one.requests([prompt(BOOK, number)], max_new_tokens=NEW))
@@ -268,12 +236,9 @@ def test_more_than_may_wait_is_not_kept_and_nobody_waits(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_costs_nothing_but_the_keeping(tmp_path, monkeypatch, caplog):
-    def full(*_: Any) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     wanted, _ = ask(engine(None), question(0))
     one = engine(tmp_path)
-    monkeypatch.setattr(kv_file.os, "pwrite", full)
+    monkeypatch.setattr(kv_file.os, "pwrite", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     with caplog.at_level(logging.WARNING, "forerun"):
         assert ask(one, question(0)) == (wanted, 0)
     assert "cannot store a prefix" in caplog.text and "No space" in caplog.text
@@ -281,48 +246,45 @@ def test_a_full_disk_costs_nothing_but_the_keeping(tmp_path, monkeypatch, caplog
     monkeypatch.undo()
 
 
-def test_the_index_of_a_text_is_made_once(tmp_path, monkeypatch):
-    made: list[int] = []
-    of = ShortKeys.of
+@pytest.fixture
+def indexed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of texts for which indexes were made, one for each layer."""
+    made, of = list[int](), ShortKeys.of
     monkeypatch.setattr(ShortKeys, "of", lambda keys, *metadata: made.append(keys.shape[1]) or of(keys, *metadata))
-    wanted = [ask(engine(None, "none"), question(n))[0] for n in range(2)]
+    return made
+
+
+def test_the_index_of_a_text_is_made_once(tmp_path, indexed):
+    wanted = [ask(engine(None), question(n))[0] for n in range(2)]
     assert ask(engine(tmp_path, "low-rank"), question(0))[0] == wanted[0]
-    assert len(made) == 2 and len(files(tmp_path)) == 2  # one for each layer; the text and its index
+    assert len(indexed) == 2 and len(files(tmp_path)) == 2  # the text and its index
     later = engine(tmp_path, "low-rank")
     (request,) = later.requests([question(1)], max_new_tokens=NEW)
     finish_all(later, [request])
-    assert len(made) == 2
+    assert len(indexed) == 2
     assert request.generated.tolist() == wanted[1] and sum(request.stats.drafted)
     flip(files(tmp_path)[0])
     assert ask(engine(tmp_path, "low-rank"), question(1)) == (wanted[1], HELD)
-    assert len(made) == 4
+    assert len(indexed) == 4
 
 
-def test_the_index_of_a_text_in_memory_is_made_once(monkeypatch):
-    made: list[int] = []
-    of = ShortKeys.of
-    monkeypatch.setattr(ShortKeys, "of", lambda keys, *metadata: made.append(keys.shape[1]) or of(keys, *metadata))
-    wanted = [ask(engine(None, "none"), question(n))[0] for n in range(3)]
+def test_the_index_of_a_text_in_memory_is_made_once(indexed):
     one = engine(None, "low-rank", prefix_cache=1 << 24)
-    assert ask(one, question(0)) == (wanted[0], 0)
+    wanted = [(ask(engine(None), question(n))[0], HELD * (n > 0)) for n in range(3)]
+    assert ask(one, question(0)) == wanted[0]
     bare = HELD * FullCache(1).needs(one.target.kv, 1)
     assert one.prefixes.nbytes > bare  # the index counts
-    for n in (1, 2):
-        assert ask(one, question(n)) == (wanted[n], HELD)
-    assert len(made) == 2
+    assert [ask(one, question(n)) for n in (1, 2)] == wanted[1:]
+    assert len(indexed) == 2
     one.prefixes.limit = bare
-    assert ask(one, question(0))[0] == wanted[0]
+    assert ask(one, question(0))[0] == wanted[0][0]
     assert not len(one.prefixes)  # what goes beyond the limit with its index goes
 
 
 def test_a_folder_that_cannot_be_looked_into_harms_no_request(tmp_path, monkeypatch, caplog):
     wanted = [ask(engine(None), question(n))[0] for n in range(2)]
     one = engine(tmp_path)
-
-    def fail(files: DiskLRU, within: str) -> list[str]:
-        raise OSError(errno.EMFILE, "too many open files")
-
-    monkeypatch.setattr(DiskLRU, "names", fail)
+    monkeypatch.setattr(DiskLRU, "names", Mock(side_effect=OSError(errno.EMFILE, "too many open files")))
     assert ask(one, question(0)) == (wanted[0], 0)
     leader, follower = (one.requests([question(n)], max_new_tokens=NEW)[0] for n in range(2))
     with one.batch() as batch:
@@ -330,8 +292,7 @@ def test_a_folder_that_cannot_be_looked_into_harms_no_request(tmp_path, monkeypa
         batch.admit(follower)
         batch.step()
         batch.cancel(leader)
-        while batch:
-            batch.step()
+        finish(batch)
     assert follower.generated.tolist() == wanted[1]
     assert "too many open files" in caplog.text
 
@@ -492,9 +453,7 @@ def test_processes_that_share_a_folder_never_see_half_a_file(tmp_path):
     children = [FORK.Process(target=work, args=(seed,)) for seed in range(3)]
     for child in children:
         child.start()
-    for child in children:
-        child.join()
-    assert [child.exitcode for child in children] == [0, 0, 0]
+    assert [child.join() or child.exitcode for child in children] == [0, 0, 0]
     assert 0 < DiskLRU(tmp_path, 90_000).nbytes <= 90_000
     assert list(tmp_path.rglob(f"*{UNFINISHED_SUFFIX}")) == []
 
@@ -544,11 +503,11 @@ def test_with_a_key_nothing_is_used_that_was_written_without_it(tmp_path):
     with path.open("r+b") as written:  # a byte of the data, with everything else as it was
         written.seek(file._first)
         written.write(bytes([whole[file._first] ^ 1]))
-    with pytest.raises(kv_file.DamagedFileError):
+    with pytest.raises(DamagedFileError):
         file.verify()
     path.write_bytes(whole)
     for key in (None, b"other"):
-        with pytest.raises(kv_file.DamagedFileError):
+        with pytest.raises(DamagedFileError):
             KVFile(path, key)
         assert ask(engine(tmp_path, kv_store_key=key), question(0)) == (wanted, 0)
         for each in files(tmp_path):
@@ -556,21 +515,23 @@ def test_with_a_key_nothing_is_used_that_was_written_without_it(tmp_path):
         path.write_bytes(whole)
 
 
-def test_a_text_that_was_verified_before_is_not_verified_at_admission(tmp_path, monkeypatch):
+def test_a_file_is_verified_once_and_not_at_admission_if_it_was_before(tmp_path, monkeypatch):
     ask(engine(tmp_path), question(0))
     one = engine(tmp_path)
     (request,) = one.requests([question(1)], max_new_tokens=NEW)
-    batch, verified = one.batch(), list[Path]()
-    verify = KVFile.verify
+    verified, verify = list[Path](), KVFile.verify
     monkeypatch.setattr(KVFile, "verify", lambda file: (verified.append(file._path), verify(file)))
-    batch.verify_stored(request)  # a server does so before it takes the scheduler's lock
+    with one.batch() as batch:
+        batch.verify_stored(request)  # a server does so before it takes the scheduler's lock
+        assert len(verified) == 1
+        batch.admit(request)
+    assert request.cached_tokens == HELD
+    for number in range(2, 4):
+        assert ask(one, question(number))[1] == HELD
     assert len(verified) == 1
-    batch.admit(request)
-    assert len(verified) == 1 and request.cached_tokens == HELD
-    batch.close()
 
 
-def test_what_cannot_be_kept_is_refused_before_any_work(tmp_path):
+def test_what_cannot_be_kept_is_refused_before_any_work(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="limit is -1 bytes"):
         engine(tmp_path / "a", kv_store_limit=-1)
     with pytest.raises(ValueError, match="kv_store_limit is set, and there is no kv_store"):
@@ -583,9 +544,10 @@ def test_what_cannot_be_kept_is_refused_before_any_work(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FileExistsError):
         engine(tmp_path / "file")
-
-
-def test_without_locks_on_files_there_is_no_store(tmp_path, monkeypatch):
+    model = copy.deepcopy(tiny("llama"))
+    model.model.layers[0].self_attn.q_proj.__class__ = Adapted
+    with pytest.raises(ValueError, match="Adapted, whose code and state are not checked"):
+        engine(tmp_path, model=model)
     monkeypatch.setattr(kv_store, "fcntl", None)
     with pytest.raises(NotImplementedError, match="kv_store needs locks on files"):
         DiskLRU(tmp_path / "store", 1 << 20)

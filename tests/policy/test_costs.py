@@ -12,17 +12,8 @@ from support.tiny import tiny
 
 import forerun
 from forerun.decoding.sources.trie_source import TrieSource
-from forerun.models.forward.pass_timing import (
-    BATCH_ROWS,
-    FAR_SIZES,
-    FAR_TOKENS,
-    MAX_ROUNDS,
-    MEASURING_SECONDS,
-    MIN_KINDS,
-    MIN_ROUNDS,
-    PASS_SIZES,
-    measure,
-)
+from forerun.models.forward import pass_timing as timing
+from forerun.models.forward.pass_timing import FAR_TOKENS, PASS_SIZES, measure
 from forerun.models.forward.runtime import default_runtime
 from forerun.models.forward.scorer import Scorer
 from forerun.policy.cost_curve import CostCurve
@@ -33,19 +24,15 @@ CURVE = CostCurve((1, 2, 10), (1.0, 1.2, 2.0), cached_sizes=(1, 2, 10), cached_c
 
 def test_costs_lie_on_lines_between_the_sizes_and_beyond_the_last():
     assert CURVE.passes([1, 2, 6, 10, 20]) == pytest.approx([1, 1.2, 1.6, 2, 3])
-
-
-def test_a_pass_pays_for_its_tokens_for_reading_its_caches_and_for_scoring_every_token_against_them():
-    assert CURVE.of([1], [0]) == 1
-    assert CURVE.of([2, 4], [1000, 0]) == pytest.approx(1.6 + 1)
-    assert CURVE.of([1, 5], [1000, 0]) == pytest.approx(1.6 + 1)
-    assert CURVE.of([6], [1000]) == pytest.approx(1.6 + 2)
-    assert CURVE.of([4, 2], [1000, 1000]) == pytest.approx(1.6 + 1.5 + 1)
-    assert CURVE.of([18], [1000]) == pytest.approx(2.8 + 5)
-
-
-def test_a_linear_curve_doubles_at_the_critical_length():
     assert CostCurve.linear(24).passes([1, 25, 49]) == pytest.approx([1, 2, 3])
+
+
+@pytest.mark.parametrize(("tokens", "cached", "cost"), [
+    ([1], [0], 1), ([2, 4], [1000, 0], 1.6 + 1), ([1, 5], [1000, 0], 1.6 + 1), ([6], [1000], 1.6 + 2),
+    ([4, 2], [1000, 1000], 1.6 + 1.5 + 1), ([18], [1000], 2.8 + 5),
+])  # fmt: skip
+def test_a_pass_pays_for_its_tokens_for_reading_its_caches_and_for_scoring_against_them(tokens, cached, cost):
+    assert CURVE.of(tokens, cached) == pytest.approx(cost)
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
@@ -81,7 +68,7 @@ class Machine:
     vocabulary = 10
 
     def __init__(self, unit: float, positions: int = 1 << 17) -> None:
-        self.unit, self.now, self.passes = unit, 0.0, 0
+        self.unit, self.positions, self.now, self.passes = unit, positions, 0.0, 0
         config = SimpleNamespace(max_position_embeddings=positions, get_text_config=lambda decoder: config)
         self.model = SimpleNamespace(config=config)
 
@@ -89,7 +76,7 @@ class Machine:
         return self.now
 
     def score(self, blocks: Any, caches: Any) -> list[torch.Tensor]:
-        assert all(block.positions.max() < self.model.config.max_position_embeddings for block in blocks)
+        assert all(block.positions.max() < self.positions for block in blocks)
         tokens, length = sum(map(len, blocks)), caches[0].length
         cost = 1 + (0.2 if tokens > 1 else 0) + 0.025 * (tokens - 1) + length * max(1e-4, 3e-5 * tokens)
         cost += 0.1 * (len(blocks) - 1)
@@ -104,20 +91,22 @@ def test_the_measured_curve_is_the_machine_s():
     assert curve.passes([1, 2, 16, 64]) == pytest.approx([1, 1.225, 1.575, 2.775], rel=0.15)
     assert curve.cached([1, 2, 8, 16, 32]) == pytest.approx([1e-4, 1e-4, 2.4e-4, 4.8e-4, 9.6e-4], rel=0.3)
     assert curve.per_row == pytest.approx(0.1, rel=0.3)
-    assert machine.now < 2 * MEASURING_SECONDS
+    assert machine.now < 2 * timing.MEASURING_SECONDS
 
 
 def test_the_measurement_ends_for_a_fast_model():
     machine = Machine(1e-9)
     measure(machine, machine.clock, machine.clock)
-    assert machine.passes <= (len(PASS_SIZES) + len(FAR_SIZES) + 2) * MAX_ROUNDS + BATCH_ROWS + 1
+    kinds = len(PASS_SIZES) + len(timing.FAR_SIZES) + 2
+    assert machine.passes <= kinds * timing.MAX_ROUNDS + timing.BATCH_ROWS + 1
 
 
 def test_a_large_model_is_measured_with_few_passes():
     machine = Machine(1.0)
     curve = measure(machine, machine.clock, machine.clock)
-    assert machine.passes <= MIN_ROUNDS * MIN_KINDS + 1 + BATCH_ROWS + 1  # and those that lay the caches out
-    assert curve.sizes == tuple(sorted(PASS_SIZES[:MIN_KINDS]))
+    laying_out = timing.BATCH_ROWS + 1
+    assert machine.passes <= timing.MIN_ROUNDS * timing.MIN_KINDS + 1 + laying_out
+    assert curve.sizes == tuple(sorted(PASS_SIZES[: timing.MIN_KINDS]))
 
 
 @pytest.mark.parametrize("slow", [1, 2])
@@ -145,28 +134,15 @@ def test_a_curve_is_doubtful_where_the_thread_had_its_core_for_a_part_of_the_tim
     assert measure(machine, machine.clock, lambda: share * machine.now).doubtful == doubtful
 
 
-def test_a_model_with_few_positions_is_measured_within_them():
+@pytest.mark.parametrize("longrope", [False, True])
+def test_a_model_with_few_positions_is_measured_within_them(longrope):
+    """Also if it has more, which would change all keys."""
     machine = Machine(0.001, positions=40)
+    if longrope:
+        machine.model.config.rope_parameters = {"rope_type": "longrope", "original_max_position_embeddings": 40}
+        machine.model.config.max_position_embeddings = 1 << 17
     curve = measure(machine, machine.clock, machine.clock)
-    assert curve.sizes == (1, 2, 8, 16, 32)
-    assert curve.cached_costs == (0, 0)
-    assert FAR_TOKENS > 40
-
-
-def test_positions_that_would_change_all_keys_are_not_measured():
-    machine = Machine(0.001, positions=40)
-    machine.model.config.rope_parameters = {"rope_type": "longrope", "original_max_position_embeddings": 40}
-    limit, machine.model.config.max_position_embeddings = 40, 1 << 17
-    reached: list[int] = []
-    scored = machine.score
-
-    def score(blocks: Any, caches: Any) -> list[torch.Tensor]:
-        reached.extend(int(block.positions.max()) for block in blocks)
-        return scored(blocks, caches)
-
-    machine.score = score
-    measure(machine, machine.clock, machine.clock)
-    assert max(reached) < limit
+    assert curve.sizes == (1, 2, 8, 16, 32) and curve.cached_costs == (0, 0) and FAR_TOKENS > 40
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mistral"])
@@ -178,12 +154,7 @@ def test_real_models_can_be_measured(architecture):
 
 def test_passes_are_measured_where_drafts_are_cut():
     measured: list[Scorer] = []
-
-    def fake(scorer: Scorer) -> CostCurve:
-        measured.append(scorer)
-        return CURVE
-
-    runtime = replace(default_runtime(), costs=fake)
+    runtime = replace(default_runtime(), costs=lambda scorer: measured.append(scorer) or CURVE)
     forerun.Engine(tiny("llama"), "none", _runtime=runtime)
     forerun.Engine(tiny("llama"), TrieSource(), prune_drafts=False, _runtime=runtime)
     assert not measured

@@ -27,7 +27,6 @@ VOCABULARY = 1 << 31
 def shape(
     count: int, pending: Sequence[int] = (), cached: Sequence[int] = (), depth: int = 999, beside: int = 0
 ) -> PassShape:
-    """A pass over ``count`` rows."""
     pending, cached = list(pending) or [1] * count, list(cached) or [0] * count
     return PassShape([depth + 1] * count, cached, pending, [CHAIN] * count, beside)
 
@@ -120,17 +119,12 @@ def test_drafts_are_scored_again_soon_after_they_begin_to_hit(chance):
     assert all(size == CHAIN for size in sizes[60:])
 
 
-def test_drafts_that_always_hit_are_scored_in_full():
-    assert np.mean(run(right=CHAIN)[20:]) == CHAIN
-
-
-def test_a_chain_of_a_drafter_that_says_nothing_is_cut_where_its_hits_end():
-    assert set(run(right=3)[150:]) <= {3, 4}
-
-
-@pytest.mark.parametrize("chance", [0.2, 0.5, 0.8])
-def test_a_drafter_that_is_too_modest_is_corrected(chance):
-    assert run(right=CHAIN, tree=chain(chance=chance))[-1] == CHAIN
+@pytest.mark.parametrize(("right", "chance", "after", "sizes"), [
+    pytest.param(CHAIN, None, 20, {CHAIN}, id="all"), pytest.param(3, None, 150, {3, 4}, id="the first three"),
+    *((CHAIN, chance, -1, {CHAIN}) for chance in (0.2, 0.5, 0.8)),
+])  # fmt: skip
+def test_a_chain_is_scored_as_far_as_it_hits_also_of_a_drafter_that_is_too_modest(right, chance, after, sizes):
+    assert set(run(right, tree=chain(chance=chance))[after:]) <= sizes
 
 
 def test_likelier_branches_are_kept_first():
@@ -160,17 +154,11 @@ def test_the_row_with_the_shorter_text_is_given_more():
     assert len(selection.trees[0]) < len(selection.trees[1])
 
 
-def test_a_node_is_scored_where_its_token_is_worth_more_than_it_adds():
-    """At a quarter of a plain pass for each node, and a token worth one, or half of one."""
-    nodes = [prune(TreePruner(VOCABULARY), [chain(chance=0.8)], CostCurve.linear(4), value) for value in (1.0, 0.5)]
-    assert [each.nodes for each in nodes] == [6, 3]  # 0.8 ** 6 > 1 / 4 > 0.8 ** 7, and 0.8 ** 3 > 1 / 2 > 0.8 ** 4
-    dearer = prune(TreePruner(VOCABULARY), [chain(chance=0.8)], CostCurve.linear(4), slope=2.0)
-    assert dearer.nodes == 3
-
-
-def test_nodes_that_do_not_pay_what_all_of_them_cost_are_not_scored():
-    found = [prune(TreePruner(VOCABULARY), [chain(chance=0.8)], CostCurve.linear(4), fixed=cost) for cost in (0.5, 5.0)]
-    assert [each.nodes for each in found] == [6, 0]
+def test_a_node_is_scored_where_its_token_is_worth_more_than_it_adds_if_all_pay_what_they_cost_together():
+    """At a quarter of a plain pass for each node, or twice that, and a token worth one, or half of one."""
+    for costs, nodes in (({}, 6), ({"value": 0.5}, 3), ({"slope": 2.0}, 3), ({"fixed": 0.5}, 6), ({"fixed": 5.0}, 0)):
+        found = prune(TreePruner(VOCABULARY), [chain(chance=0.8)], CostCurve.linear(4), **costs)
+        assert found.nodes == nodes  # 0.8 ** 6 > 1 / 4 > 0.8 ** 7, and 0.8 ** 3 > 1 / 2 > 0.8 ** 4
 
 
 def test_nodes_cost_no_more_than_the_slack():

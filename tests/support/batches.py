@@ -1,6 +1,6 @@
 """Engines of the tiny Llama whose batches are small, prompts for them, and what they read."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -72,14 +72,3 @@ def ask(one: Engine, tokens: list[int], namespace: str = "default", new: int = 6
     finish_all(one, [request])
     one.flush()
     return request.generated.tolist(), one.prefixes.hits - before
-
-
-def fails_after(count: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    calls = iter(range(count))
-
-    def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if next(calls, None) is None:
-            raise RuntimeError("the user's processor failed")
-        return scores
-
-    return process

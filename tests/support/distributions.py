@@ -3,7 +3,7 @@
 import importlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,13 @@ def chi_square_p(counts: np.ndarray, probabilities: np.ndarray) -> float:
     expected = counts.sum() * probabilities
     statistic = ((counts - expected) ** 2 / expected).sum()
     return float(torch.special.gammaincc(torch.tensor((counts.size - 1) / 2.0).double(), torch.tensor(statistic / 2)))
+
+
+def assert_drawn_from(distribution: Mapping[tuple[int, ...], float], counts: Mapping[tuple[int, ...], int]) -> None:
+    """Texts that were counted may come from a distribution, and none is impossible."""
+    assert set(counts) <= set(distribution)
+    found, weights = (np.array([each.get(text, 0) for text in distribution]) for each in (counts, distribution))
+    assert chi_square_p(found, weights) > 1e-4
 
 
 verify_module = importlib.import_module("forerun.core.verify")

@@ -1,6 +1,7 @@
 """A few cells of a large matrix in which every two values that can meet do meet."""
 
 import itertools
+import math
 from collections.abc import Collection, Hashable, Iterable, Sequence
 
 Cell = tuple[Hashable, ...]
@@ -47,11 +48,5 @@ def spread(cells: Sequence[Cell]) -> list[Cell]:
     """The cells in an order in which neighbours share few values: in steps of a number that has no common divisor with
     how many there are, near the golden section of it."""
     count = len(cells)
-    step = next((s for s in range(int(count * 0.618) or 1, count) if _coprime(s, count)), 1)
+    step = next((s for s in range(int(count * 0.618) or 1, count) if math.gcd(s, count) == 1), 1)
     return [cells[i * step % count] for i in range(count)]
-
-
-def _coprime(a: int, b: int) -> bool:
-    while b:
-        a, b = b, a % b
-    return a == 1

@@ -1,6 +1,5 @@
 """Counts of what a step waits for."""
 
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -23,8 +22,7 @@ class WaitCounter(TorchFunctionMode):
         device: transfers from it count. On a CPU no value has to be transferred, so reads are counted.
 
     Attributes:
-        counts: by ``transfers`` and ``synchronisations``. On a GPU also by ``blocking``: operations of which torch's
-            debug mode warns that they wait, such as copies from memory that is not pinned.
+        counts: by ``transfers`` and ``synchronisations``.
         reads: transfers, by the tensor's function.
     """
 
@@ -42,18 +40,11 @@ class WaitCounter(TorchFunctionMode):
     def __enter__(self) -> "WaitCounter":
         for owner, name in WAITS:
             self._stack.enter_context(mock.patch.object(owner, name, self._counted(getattr(owner, name))))
-        if self._device.type == "cuda":
-            self._warned = self._stack.enter_context(warnings.catch_warnings(record=True))
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            self._stack.callback(torch.cuda.set_sync_debug_mode, "default")
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        if self._device.type == "cuda":
-            self.counts["blocking"] = sum("synchronizing" in str(each.message) for each in self._warned)
         self._stack.close()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

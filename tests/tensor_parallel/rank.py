@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from support.fixed_runtime import fixed_runtime
 from support.mocks import RowByRow
 from support.processes import fork
-from support.tiny import PROMPTS, tiny
+from support.tiny import PROMPTS, small_caches, tiny
 from transformers import AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.distributed import DistributedConfig
 
@@ -31,12 +32,10 @@ from forerun import DraftTree, Engine
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.kv.full_cache import FullCache
-from forerun.models.forward import exactness
 from forerun.models.forward.pass_timing import measure
-from forerun.models.forward.runtime import Runtime, default_runtime, runtime_as_default
+from forerun.models.forward.runtime import default_runtime, runtime_as_default
 from forerun.models.forward.scorer import Scorer
 from forerun.policy.cost_curve import CostCurve
-from forerun.trie.recycled import NO_ROWS
 
 SMALL = "qwen2"
 """Drafts for the other models; its vocabulary is theirs."""
@@ -47,14 +46,10 @@ SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.8, "top_k": 0}
 
 
 def settings() -> LongContextConfig:
-    """Small sizes, so that caches choose and evict within a few tokens."""
-    return LongContextConfig(
-        draft_model=tiny(SMALL), cache_budget=16, chunk=4, gamma1=2, gamma2=3, paced=False, window=8, sinks=2
-    )
+    return small_caches(tiny(SMALL), cache_budget=16, chunk=4, gamma2=3, window=8, sinks=2)
 
 
 def recipe(model: PreTrainedModel, name: str, **options: Any) -> dict[str, Any]:
-    """What a drafter makes of a few prompts."""
     engine = Engine(model, name, settings=settings())
     return told(engine.generate([*PROMPTS, SHARED[:40]], max_new_tokens=9, eos_token_id=47, **options)) | {
         "exact": engine.exactness.level
@@ -62,30 +57,31 @@ def recipe(model: PreTrainedModel, name: str, **options: Any) -> dict[str, Any]:
 
 
 def told(result: forerun.GenerationResult) -> dict[str, Any]:
-    """What is compared: the texts, and what became of each draft."""
     return {
         "generated": result.generated, "reasons": result.finish_reasons, "seeds": result.seeds,
         "drafted": [stats.drafted for stats in result.stats], "accepted": [stats.accepted for stats in result.stats],
     }  # fmt: skip
 
 
+def leads() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 class Wary(RowByRow):
     """Drafts on rank 0 only."""
 
     def draft(self, request: Request, budget: int) -> DraftTree:
-        assert not dist.is_initialized() or dist.get_rank() == 0, "another rank drafts"
+        assert leads(), "another rank drafts"
         return DraftTree.chain(request.tokens[-3:])
 
 
 def wary(*inputs: Any, **more: Any) -> torch.Tensor:
-    """A criterion that only rank 0 may ask."""
-    assert not dist.is_initialized() or dist.get_rank() == 0, "another rank decides"
+    assert leads(), "another rank decides"
     return torch.tensor([inputs[0].shape[1] > 20])
 
 
 def jittery(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """A processor that only rank 0 may run."""
-    assert not dist.is_initialized() or dist.get_rank() == 0, "another rank samples"
+    assert leads(), "another rank samples"
     return scores * 0.9
 
 
@@ -95,13 +91,9 @@ jittery.forerun_stateless = True
 def decided(model: PreTrainedModel) -> dict[str, Any]:
     """Criteria, processors and drafters of one's own; a seed that is drawn; probabilities."""
     torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+    processors, criteria = LogitsProcessorList([jittery]), StoppingCriteriaList([wary])
     result = Engine(model, Wary()).generate(
-        list(PROMPTS),
-        max_new_tokens=9,
-        logprobs=2,
-        stopping_criteria=StoppingCriteriaList([wary]),
-        logits_processor=LogitsProcessorList([jittery]),
-        **SAMPLED,
+        list(PROMPTS), max_new_tokens=9, logprobs=2, stopping_criteria=criteria, logits_processor=processors, **SAMPLED
     )
     return told(result) | {"logprobs": [[each.logprob for each in kept] for kept in result.logprobs]}
 
@@ -168,11 +160,7 @@ def heads(model: PreTrainedModel) -> dict[str, Any]:
     """KV heads that this rank's caches hold."""
     seen, append = set(), FullCache.append
 
-    def look(self: FullCache, layer: int, k: torch.Tensor, v: torch.Tensor) -> Any:
-        seen.add(k.shape[1])
-        return append(self, layer, k, v)
-
-    FullCache.append = look
+    FullCache.append = lambda self, layer, k, v: (seen.add(k.shape[1]), append(self, layer, k, v))[1]
     engine = Engine(model, "none")
     engine.generate(PROMPTS, max_new_tokens=2)
     return {"heads": sorted(seen), "vocabulary": engine.target.vocabulary}
@@ -232,7 +220,6 @@ FOLDER = Path()
 
 
 def run(case: str, model: PreTrainedModel) -> dict[str, Any]:
-    """One case: of ``CASES``, or a drafter's name with how to sample behind a colon."""
     if case in CASES:
         return CASES[case](model)
     name, _, method = case.partition(":")
@@ -246,24 +233,13 @@ def load(name: str, **more: Any) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(FOLDER / name, dtype=torch.float64, distributed_config=config).eval()
 
 
-def fixed_runtime() -> Runtime:
-    """As in ``conftest``: nothing but tokens decides what is drafted."""
-    known: list[exactness.Exactness] = []
-
-    def probe(scorer: Any, limit: int | None, offloads: bool) -> exactness.Exactness:
-        known[:] = known or [exactness.probe(scorer, limit)]
-        return known[0]
-
-    return Runtime(lambda: 0.0, lambda scorer: CostCurve.linear(24), probe, static_lists=lambda scorer: NO_ROWS)
-
-
 def main(name: str, cases: list[str], rank: int, port: int, out: Path) -> bool:
     """One rank: run all cases with one model."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     os.environ["MASTER_PORT"] = str(port)
     torch.set_num_threads(1)
     model = load(name)
-    with runtime_as_default(fixed_runtime()), out.open("a") as file:
+    with fixed_runtime(), out.open("a") as file:
         for case in cases:
             file.write(json.dumps([case, run(case, model)]) + "\n")
             file.flush()

@@ -1,6 +1,7 @@
 """Gapped matches: outputs that say their prompt, or themselves, again in another form."""
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,13 +46,20 @@ def start_at(matches: RecordArray, position: int) -> None:
     start_match(matches, position, 3)
 
 
+def follow(index: Index, matches: RecordArray, *tokens: int) -> Any:
+    """The prompt's match after these tokens."""
+    for token in tokens:
+        follow_matches(index, matches, 0, token)
+    return matches[0, PROMPT_MATCH]
+
+
 def test_a_match_moves_on_with_a_predicted_token_and_waits_otherwise():
     index, matches, first = prompt_of([10, 11, COMMA, 12, 13, LINE, 14])
     start_at(matches, first)
     for token, at, gap in ((10, 1, 0), (11, 2, 0), (OPEN, 2, 1), (COLON, 2, 2), (12, 4, 0), (13, 5, 0), (14, 7, 0)):
-        follow_matches(index, matches, 0, token)
-        assert (matches[0, PROMPT_MATCH].position - first, matches[0, PROMPT_MATCH].gap) == (at, gap)
-    assert matches[0, PROMPT_MATCH].resumed == 1  # once, behind the gap; the last token is taken up by leaving one out
+        match = follow(index, matches, token)
+        assert (match.position - first, match.gap) == (at, gap)
+    assert matches[0, PROMPT_MATCH].resumed == 1  # once, after the gap; the last token is taken up by leaving one out
     assert matches[0, OUTPUT_MATCH].position == 0
 
 
@@ -59,9 +67,7 @@ def test_a_single_predicted_token_counts_against_a_match():
     index, matches, first = prompt_of([10, 11, 12, 13, 14])
     start_at(matches, first)
     matches[0, PROMPT_MATCH].resumed = 2
-    for token in (OPEN, 10, OPEN, 11, OPEN):
-        follow_matches(index, matches, 0, token)
-    assert matches[0, PROMPT_MATCH].resumed == 0
+    assert follow(index, matches, OPEN, 10, OPEN, 11, OPEN).resumed == 0
 
 
 def test_a_match_counts_resumptions_up_to_a_limit_and_is_given_up_behind_a_long_gap():
@@ -69,24 +75,18 @@ def test_a_match_counts_resumptions_up_to_a_limit_and_is_given_up_behind_a_long_
     index, matches, first = prompt_of(values)
     start_at(matches, first)
     for value in range(0, 30, 2):
-        for token in (OPEN, values[value], values[value + 1]):
-            follow_matches(index, matches, 0, token)
-    assert matches[0, PROMPT_MATCH].resumed == MIN_RESUMED + RESUMED_CLASSES - 1
+        match = follow(index, matches, OPEN, values[value], values[value + 1])
+    assert match.resumed == MIN_RESUMED + RESUMED_CLASSES - 1
     start_at(matches, first)
-    for _ in range(MAX_GAP_TOKENS + 1):
-        follow_matches(index, matches, 0, CLOSE)
-    assert matches[0, PROMPT_MATCH].position == 0
+    assert follow(index, matches, *[CLOSE] * (MAX_GAP_TOKENS + 1)).position == 0
 
 
 def test_a_prompts_match_does_not_leave_the_prompt():
     index, matches, first = prompt_of([10, 11])
     start_at(matches, first + 1)
     assert matches[0, PROMPT_MATCH].prompt_end == first + 1
-    follow_matches(index, matches, 0, 11)
-    for _ in range(3):
-        follow_matches(index, matches, 0, 0)
-    assert matches[0, PROMPT_MATCH].run == 1 + 6
-    assert matches[0, PROMPT_MATCH].gap == 3
+    match = follow(index, matches, 11, 0, 0, 0)
+    assert (match.run, match.gap) == (1 + 6, 3)
 
 
 def test_a_match_that_is_being_followed_is_not_started_again():
@@ -94,13 +94,10 @@ def test_a_match_that_is_being_followed_is_not_started_again():
     start_at(matches, first)
     start_match(matches, first + 3, 32)
     assert matches[0, PROMPT_MATCH].position == first
-    follow_matches(index, matches, 0, OPEN)
-    start_match(matches, first + 3, 3)
-    assert (
-        matches[0, PROMPT_MATCH].position == first
-    )  # agreement of three tokens is enough where there is no match only
-    start_match(matches, first + 3, 32)
-    assert matches[0, PROMPT_MATCH].position == first + 3
+    follow(index, matches, OPEN)
+    for agreed, position in ((3, first), (32, first + 3)):  # three tokens are enough only where there is no match
+        start_match(matches, first + 3, agreed)
+        assert matches[0, PROMPT_MATCH].position == position
 
 
 def test_a_node_inherits_active_matches():
@@ -117,11 +114,8 @@ def test_a_node_inherits_active_matches():
 def test_a_node_inherits_nothing_from_an_earlier_draft():
     index, matches, _ = prompt_of([10, 11, 12])
     nodes = np.concatenate([matches, matches])
-    nodes[1, PROMPT_MATCH].spelled, nodes[1, PROMPT_MATCH].resumed, nodes[1, PROMPT_MATCH].prompt_end = (
-        1,
-        MIN_RESUMED + 1,
-        99,
-    )
+    earlier = nodes[1, PROMPT_MATCH]
+    earlier.spelled, earlier.resumed, earlier.prompt_end = 1, MIN_RESUMED + 1, 99
     inherit_matches(nodes, 0, 1)
     follow_matches(index, nodes, 1, 5)
     assert nodes[1, PROMPT_MATCH].position == 0
@@ -145,19 +139,23 @@ def steps_of(trie: Trie, request: int, prompt: list[int], answer: list[int]) -> 
     return steps
 
 
+def table(rng: random.Random, width: int, separators: int = 1, shift: int = 0) -> tuple[list[int], list[int]]:
+    """A table of random cells of so many tokens, and the records that write it. The first tokens of its cells are
+    higher by ``shift``."""
+    rows = [[[rng.randrange(20, 5000) for _ in range(width)] for _ in KEYS] for _ in range(8)]
+    written = [t for row in rows for cell in row for t in (shift + cell[0], *cell[1:], *[COMMA] * separators)]
+    records = [[t for key, cell in zip(KEYS, row, strict=True) for t in (key, COLON, *cell, COMMA)] for row in rows]
+    return written, [t for record in records for t in (OPEN, *record, CLOSE, LINE)]
+
+
 @pytest.mark.parametrize("separators", [1, PROMPT_LOOKAHEAD - 1])
 def test_a_table_written_as_records_is_drafted_across_cells(separators):
     """Where n-grams know none of the values: without matches, no draft could hold the next cell's first token."""
     rng = random.Random(separators)
     trie = Trie()
     for request in range(12):
-        rows = [[[rng.randrange(20, 5000) for _ in range(2)] for _ in KEYS] for _ in range(8)]
-        prompt = [t for row in rows for cell in row for t in (*cell, *[COMMA] * separators)] + [LINE]
-        predicted = [
-            [t for key, cell in zip(KEYS, row, strict=True) for t in (key, COLON, *cell, COMMA)] for row in rows
-        ]
-        answer = [t for record in predicted for t in (OPEN, *record, CLOSE, LINE)]
-        steps = steps_of(trie, request, prompt, answer)
+        prompt, answer = table(rng, 2, separators)
+        steps = steps_of(trie, request, [*prompt, LINE], answer)
     assert len(answer) / steps > 8, len(answer) / steps  # a cell's key, colon, two tokens and comma are five
 
 
@@ -173,18 +171,17 @@ def test_a_match_goes_through_the_spelling_of_a_word():
     index, matches, first = spelled_prompt([10, COMMA, 90, 11, COMMA, 93, 12])
     start_at(matches, first)
     for token, at, inside in ((10, 1, 0), (OPEN, 1, 0), (91, 2, 1), (92, 3, 0), (11, 4, 0), (OPEN, 4, 0), (94, 6, 0)):
-        follow_matches(index, matches, 0, token)
-        assert (matches[0, PROMPT_MATCH].position - first, matches[0, PROMPT_MATCH].spelled) == (at, inside)
-    assert matches[0, PROMPT_MATCH].resumed == 1
+        match = follow(index, matches, token)
+        assert (match.position - first, match.spelled) == (at, inside)
+    assert match.resumed == 1
 
 
 def test_a_word_with_another_spelling_is_passed_over():
     index, matches, first = spelled_prompt([90, 11, 12])
     start_at(matches, first)
     for token, at, gap in ((91, 0, 0), (OPEN, 1, 1), (11, 2, 0)):
-        follow_matches(index, matches, 0, token)
-        assert (matches[0, PROMPT_MATCH].position - first, matches[0, PROMPT_MATCH].gap) == (at, gap)
-        assert matches[0, PROMPT_MATCH].spelled == (1 if token == 91 else 0)
+        match = follow(index, matches, token)
+        assert (match.position - first, match.gap, match.spelled) == (at, gap, token == 91)
 
 
 def test_a_skip_leads_to_a_token_ahead_or_to_its_spelling():
@@ -197,16 +194,13 @@ def test_a_skip_leads_to_a_token_ahead_or_to_its_spelling():
 def test_skips_are_counted_where_the_prompts_match_waits_and_the_outputs_is_followed():
     _, matches, first = prompt_of([10, 11, 12])
     hashed = np.uint64(12345)
-    assert (
-        skip_hash(matches[0, PROMPT_MATCH], PROMPT_MATCH, hashed)
-        == skip_hash(matches[0, OUTPUT_MATCH], OUTPUT_MATCH, hashed)
-        == 0
-    )
     for row in (PROMPT_MATCH, OUTPUT_MATCH):
-        matches[0, row].position, matches[0, row].resumed = first, MIN_RESUMED
+        match = matches[0, row]
+        assert skip_hash(match, row, hashed) == 0
+        match.position, match.resumed = first, MIN_RESUMED
         for gap in (0, 1):
-            matches[0, row].gap = gap
-            assert (skip_hash(matches[0, row], row, hashed) != 0) == ((gap != 0) == (row == PROMPT_MATCH))
+            match.gap = gap
+            assert (skip_hash(match, row, hashed) != 0) == ((gap != 0) == (row == PROMPT_MATCH))
 
 
 def steps_through_cells(spelled: bool) -> float:
@@ -218,12 +212,7 @@ def steps_through_cells(spelled: bool) -> float:
         trie._spelling = trie._spelling[:1]
     taken = steps = 0
     for request in range(12):
-        rows = [[[rng.randrange(20, 5000) for _ in range(4)] for _ in KEYS] for _ in range(8)]
-        prompt = [t for row in rows for cell in row for t in (10_000 + cell[0], *cell[1:], COMMA)]
-        predicted = [
-            [t for key, cell in zip(KEYS, row, strict=True) for t in (key, COLON, *cell, COMMA)] for row in rows
-        ]
-        answer = [t for record in predicted for t in (OPEN, *record, CLOSE, LINE)]
+        prompt, answer = table(rng, 4, shift=10_000)
         taken, steps = taken + len(answer), steps + steps_of(trie, request, prompt, answer)
     return taken / steps
 
@@ -250,15 +239,11 @@ def test_spellings_are_those_behind_a_quote():
 def test_a_context_with_the_hash_of_a_skip_is_no_skip():
     """Contexts are known by 31 bits, so another one's followers may lie there: tokens, which are no skips."""
     index, matches, first = prompt_of([10, 11, 12])
-    hashed, evidence = np.uint64(12345), PositionEvidence.allocate()
-    matches[0, PROMPT_MATCH].position, matches[0, PROMPT_MATCH].resumed, matches[0, PROMPT_MATCH].gap = (
-        first,
-        MIN_RESUMED,
-        1,
-    )
+    hashed, evidence, match = np.uint64(12345), PositionEvidence.allocate(), matches[0, PROMPT_MATCH]
+    match.position, match.resumed, match.gap = first, MIN_RESUMED, 1
     for token in (5000, 1, SKIPS + 1):
-        count(index, skip_hash(matches[0, PROMPT_MATCH], PROMPT_MATCH, hashed), token)
-        count_skips(index, matches[0, PROMPT_MATCH], PROMPT_MATCH, hashed, evidence)
+        count(index, skip_hash(match, PROMPT_MATCH, hashed), token)
+        count_skips(index, match, PROMPT_MATCH, hashed, evidence)
         known = {skip for skip in range(SKIPS) if evidence.skips[PROMPT_MATCH, skip] != evidence.skips[PROMPT_MATCH, 0]}
         assert known == (set() if token == 5000 else {1})
 

@@ -36,8 +36,16 @@ def place_of(token: int, rows: int) -> int:
     return (mixed ^ mixed >> 29) >> 20 & rows - 1
 
 
+def begun(trie: Trie | None = None, *requests: int) -> Trie:
+    """A trie in which requests of a namespace go on after the same prompt."""
+    trie = trie or Trie()
+    for request in requests or (0,):
+        trie.begin(request, "n", [1, 2, 3, 4])
+    return trie
+
+
 def drafted(trie: Trie, request: int, budget: int = 4) -> list[int]:
-    """Tokens that a draft has right behind the text."""
+    """Tokens that a draft has right after the text."""
     draft = trie.retrieve(request, budget, 8)
     return draft.tokens[draft.parents < 0].tolist()
 
@@ -54,8 +62,7 @@ def test_the_best_tokens_of_rows_are_those_of_a_sort(size):
 
 
 def test_what_the_model_nearly_said_is_drafted_where_the_same_two_tokens_come_again():
-    trie = Trie()
-    trie.begin(0, "n", [1, 2, 3, 4])
+    trie = begun()
     assert 77 not in drafted(trie, 0)
     trie.recycle(0, rows(3, 4, [77, 78]))
     draft = trie.retrieve(0, 4, 8)
@@ -78,8 +85,7 @@ def test_rows_without_their_lists_are_refused_and_texts_replayed_without_logits_
 
 
 def test_a_list_of_two_tokens_speaks_louder_than_one_of_the_last_alone():
-    trie = Trie()
-    trie.begin(0, "n", [1, 2, 3, 4])
+    trie = begun()
     trie.recycle(0, rows(9, 4, [50]))
     trie.recycle(0, rows(3, 4, [60]))
     trie.recycle(0, rows(8, 4, [70]))  # behind 4 alone it is the latest
@@ -87,8 +93,7 @@ def test_a_list_of_two_tokens_speaks_louder_than_one_of_the_last_alone():
 
 
 def test_a_newer_list_takes_the_place_of_an_older_one_and_the_tables_do_not_grow():
-    trie = Trie(TrieConfig(capacity=1 << 16))
-    trie.begin(0, "n", [1, 2, 3, 4])
+    trie = begun(Trie(TrieConfig(capacity=1 << 16)))
     trie.recycle(0, rows(3, 4, [50]))
     before = trie.nbytes
     for token in range(5000):
@@ -103,13 +108,11 @@ def test_a_newer_list_takes_the_place_of_an_older_one_and_the_tables_do_not_grow
 
 
 def test_requests_of_one_namespace_do_not_overwrite_each_others_lists():
-    trie = Trie()
+    trie = begun(None, 0, 1)
     for number, token in ((0, 50), (1, 60)):
-        trie.begin(number, "n", [1, 2, 3, 4])
         trie.recycle(number, rows(3, 4, [token]))
     assert [drafted(trie, number)[0] for number in (0, 1)] == [50, 60]
-    trie.begin(2, "n", [1, 2, 3, 4])
-    assert drafted(trie, 2)[0] == 60  # the latest of its namespace
+    assert drafted(begun(trie, 2), 2)[0] == 60  # the latest of its namespace
 
 
 def test_static_lists_are_drafted_where_there_is_no_other_list_and_are_evidence_of_their_own():
@@ -130,19 +133,14 @@ def test_static_lists_are_drafted_where_there_is_no_other_list_and_are_evidence_
 
 def test_no_request_changes_static_lists_and_the_first_of_two_in_one_place_stays():
     count = 2 * OWN_LISTS
-    best = np.full((count, LISTED), -1, np.int32)
-    best[:, 0] = np.arange(count) + 5
-    last = np.arange(count)
-    scores = np.where(best >= 0, 0.0, -np.inf).astype(np.float32)
+    each = [rows(-1, token, [token + 5]) for token in range(count)]
     trie = Trie()
-    trie.set_static_lists(RecycledRows(np.full(count, -1), last, best, scores))
+    trie.set_static_lists(RecycledRows(*map(np.concatenate, zip(*each, strict=True))))
     table = trie._static
     before = table.tobytes()
-    places = {}
-    for token in range(count):
-        places.setdefault(place_of(token, len(table)), token)
+    places = {place_of(token, len(table)): token for token in reversed(range(count))}
     assert [int(table[row].tokens[0]) for row in places] == [token + 5 for token in places.values()]
-    trie.begin(0, "n", [1, 2, 3, 4])
+    begun(trie)
     trie.recycle(0, rows(3, 4, [9000]))
     trie.extend(0, [9000, 4, 9000])
     assert trie._static.tobytes() == before
@@ -161,9 +159,7 @@ def test_no_other_namespace_is_drafted_from_a_list_or_learns_what_one_was_worth(
 
 
 def test_a_steps_lists_are_kept_after_its_tokens_were_learned():
-    at_once, after, before = tries = Trie(), Trie(), Trie()
-    for trie in tries:
-        trie.begin(0, "n", [1, 2, 3, 4])
+    at_once, after, before = tries = begun(), begun(), begun()
     steps = [(5, rows(3, 4, [5, 6])), (6, rows(4, 5, [6, 7]))]
     at_once.step([TextUpdate(0, [5, 6], joined([RowsToKeep(np.array([n]), each) for n, each in steps]))])
     for token, lists in steps:
@@ -176,17 +172,6 @@ def test_a_steps_lists_are_kept_after_its_tokens_were_learned():
     assert drafted(at_once, 0) == drafted(after, 0)
 
 
-def test_a_step_is_learned_when_a_draft_is_wanted():
-    drafter, request = TrieSource(), Request([1, 2, 3, 4], 8)
-    row = opened(drafter, request)
-    for _ in range(2):
-        logits = torch.zeros(1, 100)
-        drafter.learn([row], [Outcome(DraftTree.empty(), verify(DraftTree.empty(), logits, request), logits)])
-    assert drafter.trie.length(request.id) == 4
-    draft(drafter, row, 0)
-    assert drafter.trie.length(request.id) == 6
-
-
 def test_rows_of_a_tree_are_kept_by_the_tokens_on_the_path_to_them():
     drafter, request = TrieSource(), Request([1, 2, 3, 4], 8)
     row = opened(drafter, request)
@@ -196,7 +181,9 @@ def test_rows_of_a_tree_are_kept_by_the_tokens_on_the_path_to_them():
     logits[0, 10] = logits[1, 12] = logits[2, 90] = logits[3, 91] = 20.0
     drafter.learn([row], [Outcome(tree, verify(tree, logits, request), logits)])
     assert request.generated.tolist() == [10, 12, 91]
+    assert drafter.trie.length(request.id) == 4  # until a draft is wanted
     draft(drafter, row, 0)
+    assert drafter.trie.length(request.id) == 7
     for text, expected in (([10, 11], True), ([10, 12], False)):  # 90 was never written: it stands on a list alone
         drafter.trie.begin(1000, "default", [5, *text])
         assert (90 in drafted(drafter.trie, 1000)) == expected

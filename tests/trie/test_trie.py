@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -139,7 +140,6 @@ def shared(trie: Trie, namespace: str, known: Counts) -> Counts:
 
 
 def check(trie: Trie, oracle: Oracle) -> None:
-    """Everything is as the oracle says."""
     for namespace in "ab":
         assert shared(trie, namespace, oracle.shared(namespace)) == oracle.shared(namespace)
     assert trie._live.keys() == oracle.live.keys()
@@ -273,8 +273,7 @@ def test_a_prompt_that_is_read_in_pieces_drafts_as_one_that_is_read_at_once(prom
         assert parts.catch_up(0, 1)
     assert sum(sizes) == len(prompt) and max(sizes) <= piece
     whole.extend(0, output)
-    for one, other in zip(whole.retrieve(0, 20, 9), parts.retrieve(0, 20, 9), strict=True):
-        assert one.tolist() == other.tolist()
+    assert listed(whole.retrieve(0, 20, 9)) == listed(parts.retrieve(0, 20, 9))
 
 
 def test_a_step_of_several_texts_is_what_its_parts_are_even_where_they_outgrow_their_room():
@@ -294,8 +293,7 @@ def test_a_step_of_several_texts_is_what_its_parts_are_even_where_they_outgrow_t
         for request in range(3):
             apart.extend(request, new[request])
         for request, size, draft in zip(range(3), (0, 6, 20), drafts, strict=True):
-            expected = apart.retrieve(request, size, 5, pending[request])
-            assert [part.tolist() for part in draft] == [part.tolist() for part in expected]
+            assert listed(draft) == listed(apart.retrieve(request, size, 5, pending[request]))
     assert together.tokens("a") < generated  # old outputs went
 
 
@@ -317,26 +315,21 @@ def test_drafts_are_trees_within_budget_and_depth_of_tokens_that_were_seen(
     assert ((draft.probability > 0) & (draft.probability <= above)).all()
 
 
-@given(prompts, text, st.integers(1, 40), st.floats(0, 1))
-def test_a_least_probability_cuts_a_draft_and_changes_nothing_else(prompt, output, budget, least):
-    trie = Trie(SMALL)
-    trie.begin(0, "a", prompt)
-    trie.extend(0, output)
-    whole = trie.retrieve(0, budget, 9)
-    (cut,) = trie.step([TextUpdate(0, budget=budget, max_depth=9, least=least)])
-    likely = int((whole.probability >= least).sum())
-    assert [part.tolist() for part in cut] == [part[:likely].tolist() for part in whole]
+def listed(draft: Draft) -> list[list[float]]:
+    return [part.tolist() for part in draft]
 
 
-@given(prompts, text, text, st.integers(1, 30))
-def test_pending_tokens_change_nothing(prompt, output, pending, budget):
+@given(prompts, text, text, st.integers(1, 40), st.floats(0, 1))
+def test_pending_tokens_change_nothing_and_a_least_probability_only_cuts(prompt, output, pending, budget, least):
     trie, oracle = Trie(SMALL), Oracle()
     play(trie, oracle, [("begin", 0, "a", prompt), ("extend", 0, output)])
-    before = trie.retrieve(0, budget, 9)
+    whole = trie.retrieve(0, budget, 9)
     paths(trie.retrieve(0, budget, 9, pending))
     check(trie, oracle)
-    for now, then in zip(trie.retrieve(0, budget, 9), before, strict=True):
-        assert now.tolist() == then.tolist()
+    assert listed(trie.retrieve(0, budget, 9)) == listed(whole)
+    (cut,) = trie.step([TextUpdate(0, budget=budget, max_depth=9, least=least)])
+    likely = int((whole.probability >= least).sum())
+    assert listed(cut) == [part[:likely].tolist() for part in whole]
 
 
 @pytest.mark.parametrize("pending", [0, 1, 3, 4, 6])
@@ -404,28 +397,19 @@ def test_a_long_copy_is_drafted_to_full_length_with_probability_near_one(source)
     assert draft.probability[-1] > 0.9
 
 
-def test_a_copy_goes_on_where_four_tokens_would_not_tell():
-    original = np.random.default_rng(1).integers(0, 3, 900).tolist()
+FEW_TOKENS, CYCLE = np.random.default_rng(1).integers(0, 3, 900).tolist(), list(range(1, 8))
+
+
+@pytest.mark.parametrize(("prompt", "output", "following"), [
+    pytest.param(FEW_TOKENS, FEW_TOKENS[100:200], FEW_TOKENS[200:264], id="where four tokens would not tell"),
+    pytest.param(range(100, 200), [*range(110, 140), 7], range(141, 149), id="after a token that was replaced"),
+    pytest.param([9, 9], CYCLE * 4, (CYCLE * 6)[:40], id="of a cycle, deeper than it was seen"),
+])  # fmt: skip
+def test_a_copy_is_drafted(prompt, output, following):
     trie = Trie()
-    trie.begin(0, "a", original)
-    trie.extend(0, original[100:200])
-    assert agreed(trie.retrieve(0, 64, 64), original[200:264]) == 64
-
-
-def test_a_copy_resumes_after_a_token_that_was_replaced():
-    original = list(range(100, 200))
-    trie = Trie()
-    trie.begin(0, "a", original)
-    trie.extend(0, [*original[10:40], 7])
-    assert agreed(trie.retrieve(0, 8, 8), original[41:49]) == 8
-
-
-def test_a_cycle_is_drafted_deeper_than_it_was_seen():
-    trie = Trie()
-    trie.begin(0, "a", [9, 9])
-    cycle = [1, 2, 3, 4, 5, 6, 7]
-    trie.extend(0, cycle * 4)
-    assert agreed(trie.retrieve(0, 40, 40), cycle * 6) == 40
+    trie.begin(0, "a", list(prompt))
+    trie.extend(0, list(output))
+    assert agreed(trie.retrieve(0, len(following), len(following)), list(following)) == len(following)
 
 
 def test_what_evidence_was_worth_is_learned_and_can_be_kept_from_changing():
@@ -434,18 +418,13 @@ def test_what_evidence_was_worth_is_learned_and_can_be_kept_from_changing():
     for rate in (0.0, 0.01):
         trie = Trie(TrieConfig(learning_rate=rate))
         before = trie.snapshot("a")[1]
+        trie.warm("a", [[1, 2, 3] * 9])
+        assert (trie.snapshot("a")[1] == before).all()  # texts that warm the index teach nothing
         trie.begin(0, "a", original[:1000])
         trie.extend(0, original[100:900])
         assert (trie.snapshot("a")[1] == before).all() == (rate == 0)
         chances.append(trie.retrieve(0, 64, 64).probability[-1])
     assert chances[1] > chances[0]
-
-
-def test_no_evidence_is_learned_from_texts_that_warm_the_index():
-    trie = Trie()
-    before = trie.snapshot("a")[1]
-    trie.warm("a", [[1, 2, 3] * 9])
-    assert (trie.snapshot("a")[1] == before).all()
 
 
 def test_a_finished_prompt_is_gone_and_its_memory_free():
@@ -520,9 +499,8 @@ def test_a_full_namespace_keeps_the_latest_outputs():
 def test_a_text_that_does_not_fit_is_refused_aloud_and_as_a_whole(caplog):
     trie = Trie(SMALL)
     trie.warm("a", [[1, 2, 3]])
-    with pytest.raises(
-        ValueError, match="a sequence has 5,000 tokens; a namespace of 65,536 bytes holds sequences of up to 910"
-    ):
+    said = "a sequence has 5,000 tokens; a namespace of 65,536 bytes holds sequences of up to 910"
+    with pytest.raises(ValueError, match=said):
         trie.warm("a", [list(range(5000))])
     assert trie.tokens("a") == 3
     trie.begin(0, "a", [5])
@@ -535,22 +513,16 @@ def test_a_text_that_does_not_fit_is_refused_aloud_and_as_a_whole(caplog):
     trie.extend(0, list(range(700)))
     trie.extend(0, [1])
     assert caplog.messages[1:] == ["namespace 'a' is full of live requests: the rest of an output is not indexed"]
-    trie.finish(0)
 
 
-def test_of_a_prompt_beyond_its_capacity_the_latest_part_is_indexed():
-    trie = Trie(TrieConfig(prompt_capacity=400))
-    trie.begin(0, "a", list(range(1000)))
-    assert trie.length(0) == 1000
-    assert agreed(trie.retrieve(0, 4, 4, [498, 499, 500]), [501]) == 0
-    assert agreed(trie.retrieve(0, 4, 4, [993, 994, 995]), [996, 997, 998, 999]) == 4
-
-
-def test_a_prompt_of_100_000_tokens_can_be_indexed_and_drafted_from():
+def test_a_long_prompt_is_indexed_and_of_one_beyond_the_capacity_the_latest_part():
     tokens = np.random.default_rng(0).integers(0, 1 << 31, 100_000)
-    trie = Trie()
-    trie.begin(0, "a", tokens)
-    assert agreed(trie.retrieve(0, 6, 6, tokens[50_000:50_004]), tokens[50_004:50_010].tolist()) == 6
+    for capacity, early in ((TrieConfig().prompt_capacity, 6), (50_000, 0)):
+        trie = Trie(TrieConfig(prompt_capacity=capacity))
+        trie.begin(0, "a", tokens)
+        assert trie.length(0) == 100_000
+        for at, found in ((20_000, early), (99_000, 6)):
+            assert agreed(trie.retrieve(0, 6, 6, tokens[at : at + 4]), tokens[at + 4 : at + 10].tolist()) == found
 
 
 def test_a_request_may_outgrow_the_room_that_was_made_for_it():
@@ -611,12 +583,8 @@ def test_token_ids_outside_31_bits_are_refused_and_change_nothing(bad):
         with pytest.raises(ValueError, match=f"token id is {bad}; allowed"):
             call()
     check(trie, oracle)
-
-
-def test_the_largest_token_id_is_a_token():
-    trie = Trie()
-    trie.begin(0, "a", [(1 << 31) - 1, 0, (1 << 31) - 1])
-    assert trie.retrieve(0, 1, 4).tokens.tolist() == [0]
+    trie.begin(1, "b", [(1 << 31) - 1, 0, (1 << 31) - 1])  # the largest
+    assert trie.retrieve(1, 1, 4).tokens.tolist() == [0]
 
 
 def test_a_copied_trie_goes_its_own_way():
@@ -636,12 +604,14 @@ def test_requests_begin_once_and_before_anything_else():
     trie.begin(0, "a", [1])
     with pytest.raises(ValueError, match="request 0 is already live"):
         trie.begin(0, "a", [1])
-    with pytest.raises(ValueError, match="request 1 is not live"):
-        trie.extend(1, [1])
-    with pytest.raises(ValueError, match="request 1 is not live"):
-        trie.retrieve(1, 4, 4)
+    for call in (lambda: trie.extend(1, [1]), lambda: trie.retrieve(1, 4, 4)):
+        with pytest.raises(ValueError, match="request 1 is not live"):
+            call()
     with pytest.raises(ValueError, match="allowed: a vector"):
         trie.extend(0, np.zeros((1, 2), np.int64))
+    trie.begin(1, "n", [], expected=0)  # with nothing, it may go on
+    trie.extend(1, [5, 6, 7])
+    assert trie._live[1].own.tokens >= 3
 
 
 @pytest.mark.parametrize(("field", "value"), [("capacity", 10), ("prompt_capacity", 0), ("learning_rate", 0.5)])
@@ -693,62 +663,53 @@ def test_loading_into_less_room_keeps_the_latest_outputs(tmp_path):
     assert agreed(small.retrieve(0, 4, 4, [49900, 49901, 49902]), [49903, 49904]) == 2
 
 
-def refuses(path: Path, match: str = "") -> None:
+def refuses(path: Path, match: str, trie_file: bytes | None = None) -> None:
+    """A file, or one with these bytes, is refused, and the trie that wanted to load it stays as it was."""
     trie, oracle = filled()
+    if trie_file is not None:
+        path.write_bytes(trie_file)
     with pytest.raises(TrieFileError, match=match):
         trie.load(path)
     check(trie, oracle)
 
 
-def test_no_truncated_file_loads(tmp_path):
-    filled()[0].save(tmp_path / "trie")
-    data = (tmp_path / "trie").read_bytes()
-    for end in [*range(0, 60, 3), *range(60, len(data), 2000), len(data) - 1]:
-        (tmp_path / "cut").write_bytes(data[:end])
-        refuses(tmp_path / "cut", "is truncated|is not a trie file")
-
-
-def test_no_file_with_a_flipped_byte_loads(tmp_path):
-    filled()[0].save(tmp_path / "trie")
-    data = bytearray((tmp_path / "trie").read_bytes())
+def test_no_truncated_file_and_none_with_a_flipped_byte_loads(tmp_path):
+    path = tmp_path / "trie"
+    filled()[0].save(path)
+    data = path.read_bytes()
     for at in [*range(60), *range(60, len(data), 2000), len(data) - 1]:
-        data[at] ^= 0x10
-        (tmp_path / "flipped").write_bytes(data)
-        refuses(tmp_path / "flipped", "damaged|has version|is not a trie file")
-        data[at] ^= 0x10
+        refuses(path, "damaged|has version|is not a trie file", data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :])
+        if at % 3 == 0 or at >= 60:
+            refuses(path, "is truncated|is not a trie file", data[:at])
 
 
-def test_another_version_is_refused_by_its_number(tmp_path, monkeypatch):
+def test_what_is_no_trie_file_or_has_another_version_is_refused(tmp_path, monkeypatch):
+    for content in (b"", b"{}", b"\x80\x04pickle", bytes(4096)):
+        refuses(tmp_path / "trie", "is not a trie file", content)
     with monkeypatch.context() as patch:
         patch.setattr(trie_file, "TRIE_FILE_VERSION", 1)
         filled()[0].save(tmp_path / "trie")
     refuses(tmp_path / "trie", "has version 1; this program reads versions 3 to 5")
+    with pytest.raises(FileNotFoundError):
+        Trie().load(tmp_path / "nothing")
+    with pytest.raises(OSError, match="not saved"):
+        Trie().save(tmp_path / "nowhere" / "trie")
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"\x80\x04pickle", bytes(4096)])
-def test_what_is_no_trie_file_is_refused(tmp_path, content):
-    (tmp_path / "other").write_bytes(content)
-    refuses(tmp_path / "other", "is not a trie file")
-
-
-@pytest.mark.parametrize("learned", [np.zeros(3), np.full(len(logistic_mixer.dump(logistic_mixer.prior())), np.nan)])
-def test_a_well_formed_file_whose_mixer_does_not_fit_is_refused(tmp_path, learned):
-    trie_file.write(tmp_path / "trie", {"a": [np.ones(3, np.int64)]}, {"a": learned})
-    refuses(tmp_path / "trie", "have the wrong size, or are not finite")
-
-
-def test_a_well_formed_file_with_a_negative_token_is_refused(tmp_path):
-    trie_file.write(tmp_path / "trie", {"a": [np.array([1, -5])]}, {"a": logistic_mixer.dump(logistic_mixer.prior())})
-    refuses(tmp_path / "trie", "namespace 'a' is not a list of sequences")
-
-
-@pytest.mark.parametrize("header", [
-    b"[", b"7", b'["", 0, ["a", -1, 0]]', b'["", 0, ["a", 1, 99999999999]]', b'["", 1, ["a", "b", 1]]', b"[]", b'["a"]',
-])  # fmt: skip
-def test_a_wrong_header_under_a_right_checksum_is_refused(tmp_path, header, monkeypatch):
-    monkeypatch.setattr(trie_file.json, "dumps", lambda _: header.decode())
-    trie_file.write(tmp_path / "trie", {"a": [np.ones(3, np.int64)]}, {"a": np.zeros(1)})
-    refuses(tmp_path / "trie", "has no valid content")
+def test_wrong_content_in_a_well_formed_file_is_refused(tmp_path, monkeypatch):
+    right = logistic_mixer.dump(logistic_mixer.prior())
+    for text, learned, message in (
+        ([1, 1, 1], np.zeros(3), "have the wrong size, or are not finite"),
+        ([1, 1, 1], np.full(len(right), np.nan), "have the wrong size, or are not finite"),
+        ([1, -5], right, "namespace 'a' is not a list of sequences"),
+    ):
+        trie_file.write(tmp_path / "trie", {"a": [np.array(text)]}, {"a": learned})
+        refuses(tmp_path / "trie", message)
+    long = '["", 0, ["a", 1, 99999999999]]'
+    for header in ("[", "7", '["", 0, ["a", -1, 0]]', long, '["", 1, ["a", "b", 1]]', "[]", '["a"]'):
+        monkeypatch.setattr(trie_file.json, "dumps", lambda _, header=header: header)
+        trie_file.write(tmp_path / "trie", {"a": [np.ones(3, np.int64)]}, {"a": np.zeros(1)})
+        refuses(tmp_path / "trie", "has no valid content")
 
 
 @pytest.mark.parametrize("function", ["fsync", "replace"])
@@ -759,9 +720,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path, function, monkey
     trie, _ = filled()
     trie.warm("more", [[1, 2, 3]])
 
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
     with monkeypatch.context() as patch:
         patch.setattr(*((os, "fsync") if function == "fsync" else (Path, "replace")), full)
         with pytest.raises(OSError, match=r"not saved \(No space left on device\)") as caught:
@@ -810,20 +769,6 @@ def test_namespaces_used_longest_ago_give_way_and_their_memory_is_freed():
     trie.warm("8", [[1]])
     assert list(trie._shared) == ["4", "7", "8"]
     assert trie.tokens("live") == 0
-
-
-def test_a_missing_file_or_folder_is_an_os_error(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        Trie().load(tmp_path / "nothing")
-    with pytest.raises(OSError, match="not saved"):
-        Trie().save(tmp_path / "nowhere" / "trie")
-
-
-def test_a_request_that_begins_with_nothing_may_go_on():
-    trie = Trie()
-    trie.begin(1, "n", [], expected=0)
-    trie.extend(1, [5, 6, 7])
-    assert trie._live[1].own.tokens >= 3
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "trie.md"
