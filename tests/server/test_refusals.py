@@ -162,3 +162,18 @@ def test_a_schema_that_is_nested_too_deeply_is_refused(server: LiveServer, place
     wanted = '"tool_choice": "required", ' if place == "tools" else ""
     body = json.dumps({"model": "bundled", **BASES[CHATS]})[:-1] + ", " + wanted + change[1:].replace("{}", nested)
     error_of(server.http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"}))
+
+
+BODY = '{"model": "bundled", "max_tokens": 1, "prompt": "a"}'
+
+
+@pytest.mark.parametrize(
+    "body",
+    [BODY.encode().replace(b'"a"', b'"\xed\xa0\x80"'), BODY.encode().replace(b'"a', b'"\\n\xed\xa0\x80'),
+     BODY.encode().replace(b'"a"', b'"\xff"'), BODY.encode("utf-16"), BODY.encode("utf-32")],
+    ids=["half of a surrogate pair", "and an escape", "no UTF-8", "UTF-16", "UTF-32"],
+)  # fmt: skip
+def test_a_body_that_is_not_utf_8_is_refused(server: LiveServer, body: bytes) -> None:
+    """Python's parser guesses the encoding, and accepts encoded halves of surrogate pairs."""
+    answer = server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert error_of(answer)["code"] == "invalid_json"
