@@ -313,11 +313,11 @@ def test_values_between_tags_have_no_quotes_where_a_schema_allows_texts(tokenize
 
 @pytest.mark.parametrize("step", [1, 3, 7, 40])
 def test_no_text_is_lost_where_the_parser_fails_at_a_call(tokenizer, step):
-    form, bad = own_form(open="<call>", close="</call>"), '<call>{"name": "add", "argu</call> and more text'
+    form, bad = own_form(), '<c>{"name": "add", "argu</c> and more text'
     assert parsed(tokenizer, form, f"Well, {bad}", step) == (f"Well, {bad}", "", [])
-    good = '<call>{"name": "add", "arguments": {"a": 1}}</call>'
+    good = '<c>{"name": "add", "arguments": {"a": 1}}</c>'
     assert parsed(tokenizer, form, f"Well, {good} {bad}", step) == (f"Well,\n{bad}", "", [ADD])
-    assert parsed(tokenizer, form, '<call>{"name": "ad', step) == ('<call>{"name": "ad', "", [])
+    assert parsed(tokenizer, form, '<c>{"name": "ad', step) == ('<c>{"name": "ad', "", [])
 
 
 def test_families_are_known_by_their_templates(tokenizer):

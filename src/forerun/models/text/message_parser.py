@@ -11,6 +11,7 @@ import re
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -21,6 +22,8 @@ from forerun.models.text.message_formats import MessageFormat, with_types
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 ARGUMENT_KEYS = ("arguments", "parameters")
+LONGEST_MARK = 64
+"""Characters before new text in which a mark may begin."""
 SEPARATORS = " \n\r\t[];,"
 """Between and around the objects of calls, where no mark ends them."""
 
@@ -195,6 +198,10 @@ class MessageParser:
         }
         self.calls = 0
         self._fields: dict[str, Any] = template["fields"]
+        marks = [
+            pattern for each in self._fields.values() for side in ("open", "close") if (pattern := _mark(each, side))
+        ]
+        self._marks = re.compile("|".join(f"(?:{mark})" for mark in marks)) if marks else None
         self._delta, self._cut = MessageDelta(), False
         self._text, self._end, self._body_end = "", 0, 0  # end of what was passed on, and of a call's body
         self._readable = True
@@ -209,9 +216,10 @@ class MessageParser:
     def feed(self, text: str, last: bool = False, cut: bool = False) -> MessageDelta:
         """Return the parts of new text; ``last`` when the message has ended, ``cut`` if at the length limit."""
         self._delta, self._cut = MessageDelta(), False
-        self._text += text
-        for event in self._events(lambda: self._parser.feed(text)):
-            self._take(event)
+        for piece in self._pieces(text):
+            self._text += piece
+            for event in self._events(lambda piece=piece: self._parser.feed(piece)):  # type: ignore[misc]
+                self._take(event)
         if last:
             self._cut = cut  # applies to what has not ended yet
             for event in self._events(lambda: self._parser.finalize()[1]):
@@ -225,6 +233,14 @@ class MessageParser:
         if last and not self.calls:
             self._delta.content += self._space
         return self._delta
+
+    def _pieces(self, text: str) -> list[str]:
+        """Split new text after each mark: where transformers' parser fails, it keeps the events of the piece before."""
+        if self._format is not None or self._marks is None:
+            return [text]
+        tail = self._text[-LONGEST_MARK:]
+        ends = [mark.end() - len(tail) for mark in self._marks.finditer(tail + text)]
+        return [text[begin:end] for begin, end in pairwise(sorted({0, len(text), *(end for end in ends if end > 0)}))]
 
     def _events(self, parse: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
         if not self._readable:
@@ -258,10 +274,7 @@ class MessageParser:
                 self._end = self._body_end
         elif kind == "region_close":
             self._end = max(self._end, self._body_end)
-            field = self._fields.get(name, {})
-            close = field.get("close", ())
-            marks = [re.escape(each) for each in ([close] if isinstance(close, str) else close)]
-            pattern = field.get("close_pattern") or "|".join(marks)
+            pattern = _mark(self._fields.get(name, {}), "close")
             mark = re.compile(rf"\s*(?:{pattern})").match(self._text, self._end) if pattern else None
             self._end = mark.end() if mark else self._end
 
@@ -378,6 +391,12 @@ class MessageParser:
     def _add(self, arguments: str) -> None:
         if arguments and (self._parallel or self.calls == 1):
             self._delta.calls.append(CallDelta(self.calls - 1, arguments))
+
+
+def _mark(field: dict[str, Any], side: str) -> str:
+    """Return a pattern of a field's opening or closing mark, or an empty one."""
+    marks = field.get(side, ())
+    return str(field.get(f"{side}_pattern") or "|".join(map(re.escape, [marks] if isinstance(marks, str) else marks)))
 
 
 def _listed(value: Any) -> list[Any]:
