@@ -140,7 +140,7 @@ def test_right_and_the_same_bits(held, dtype, kind, merging, monkeypatch):
 def cut(monkeypatch: pytest.MonkeyPatch, short: int, shorts: int, long: int) -> None:
     """Cut texts into splits of other sizes."""
     sizes = {"GPU_SHORT_SPLIT_TOKENS": short, "GPU_SHORT_SPLITS": shorts, "GPU_SPLIT_TOKENS": long}
-    for (name, size), kernels_name in zip(sizes.items(), ("SHORT", "SHORTS", "LONG"), strict=True):
+    for (name, size), kernels_name in zip(sizes.items(), ("SHORT_SPLIT", "SHORT_SPLITS", "LONG_SPLIT"), strict=True):
         monkeypatch.setattr(pass_tables, name, size)
         monkeypatch.setattr(gpu, kernels_name, tl.constexpr(size))
 

@@ -30,7 +30,7 @@ from forerun.kernels.gpu.pass_tables import (
 )
 from forerun.kernels.gpu.prefetch import Ahead, prefetch
 
-SHORT, SHORTS, LONG = map(tl.constexpr, (GPU_SHORT_SPLIT_TOKENS, GPU_SHORT_SPLITS, GPU_SPLIT_TOKENS))
+SHORT_SPLIT, SHORT_SPLITS, LONG_SPLIT = map(tl.constexpr, (GPU_SHORT_SPLIT_TOKENS, GPU_SHORT_SPLITS, GPU_SPLIT_TOKENS))
 QUERIES = tl.constexpr(GPU_COMBINE_QUERIES)
 GPU_COMBINE_THREADS = 128
 """Minimum threads of a combining program. Each has one number of one query, so its registers hold many loads."""
@@ -163,12 +163,13 @@ def _memory(q, addresses, strides, row, head, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _split_begin(split):
-    return tl.minimum(split, SHORTS) * SHORT + tl.maximum(split - SHORTS, 0) * LONG
+    return tl.minimum(split, SHORT_SPLITS) * SHORT_SPLIT + tl.maximum(split - SHORT_SPLITS, 0) * LONG_SPLIT
 
 
 @triton.jit
 def _split_of(position):
-    return tl.minimum(position, SHORTS * SHORT) // SHORT + tl.maximum(position - SHORTS * SHORT, 0) // LONG
+    short: tl.constexpr = SHORT_SPLITS * SHORT_SPLIT
+    return tl.minimum(position, short) // SHORT_SPLIT + tl.maximum(position - short, 0) // LONG_SPLIT
 
 
 @triton.jit
