@@ -74,6 +74,8 @@ def gpu_code(device: torch.device) -> Iterator[None]:
         yield
         return
     try:
+        from triton import language as tl
+
         from forerun.kernels.gpu import attend, decoder_ops
         from forerun.models.forward import cuda_graphs, gpu_scorer
     except ImportError as error:
@@ -92,7 +94,7 @@ def gpu_code(device: torch.device) -> Iterator[None]:
             (pass_timing, "FAR_TOKENS", 1 << 40),
             (pass_timing, "MAX_ROUNDS", 1),
             (attend, "GPU_COMBINE_SPLITS", 1),
-            (decoder_ops, "PARTS_AHEAD", 1),
+            (decoder_ops, "PARTS_AHEAD", tl.constexpr(1)),
         ):
             stack.enter_context(mock.patch.object(module, name, value))
         yield

@@ -25,7 +25,7 @@ SIZE = 40
 WARPERS: dict[str, list[Any]] = {
     "plain": [], "temperature": [theirs.TemperatureLogitsWarper(0.7)], "top-k": [theirs.TopKLogitsWarper(3)],
     "all": [theirs.TemperatureLogitsWarper(1.3), theirs.TopKLogitsWarper(20), theirs.TopPLogitsWarper(0.8)],
-    "few": [theirs.MinPLogitsWarper(0.2), theirs.TypicalLogitsWarper(0.6), theirs.EpsilonLogitsWarper(0.01)],
+    "few": [theirs.MinPLogitsWarper(0.2), theirs.EpsilonLogitsWarper(0.01)],
 }  # fmt: skip
 PENALTY = [theirs.RepetitionPenaltyLogitsProcessor(1.4), *WARPERS["all"]]
 
@@ -213,8 +213,7 @@ def test_rows_are_chosen_from_as_each_by_itself(method):
 def test_what_is_called_rowwise_takes_rows_together_and_reads_nothing(name):
     arguments = {
         "EpsilonLogitsWarper": [0.02], "MinPLogitsWarper": [0.1], "TemperatureLogitsWarper": [0.6],
-        "TopKLogitsWarper": [5], "TopPLogitsWarper": [0.7], "TypicalLogitsWarper": [0.5],
-        "SuppressTokensLogitsProcessor": [[3, 4]],
+        "TopKLogitsWarper": [5], "TopPLogitsWarper": [0.7], "SuppressTokensLogitsProcessor": [[3, 4]],
     }.get(name, [])  # fmt: skip
     whole = processor([getattr(theirs, name)(*arguments)])
     assert isinstance(whole, InTurn) and whole.rowwise and whole.anywhere == (name in ANYWHERE)
@@ -236,6 +235,7 @@ def test_one_part_decides_for_all():
     cases: list[tuple[list[Any], bool, bool]] = [
         (WARPERS["all"], True, True),
         (PENALTY, False, True),
+        ([theirs.TypicalLogitsWarper(0.6)], False, True),
         ([*PENALTY, theirs.MinLengthLogitsProcessor(4, 1)], False, False),
         ([theirs.SuppressTokensLogitsProcessor([1]), *WARPERS["all"]], True, False),
         ([theirs.SequenceBiasLogitsProcessor({(1,): 1.0})], False, False),

@@ -15,6 +15,7 @@ from support.mocks import PROMPT, MockScorer, MockTarget, Silent, TokenCache, ba
 from support.tiny import PROMPTS, small_caches, tiny
 
 import forerun
+from forerun.core import transfers
 from forerun.core.block import Block, RowScores
 from forerun.core.request import Request
 from forerun.core.sampling import InTurn, Sampler
@@ -58,14 +59,21 @@ class ChainScorer(AwayScorer):
 
 
 class ChoosingScorer(ChainScorer):
-    """Chooses inside the pass, by the blocks' noise."""
+    """Chooses inside the pass, by the blocks' noise. ``chosen``: how many tokens."""
+
+    chosen = 0
 
     def score_rows(self, blocks: Sequence[Block], *rest: Any) -> list[RowScores]:
         choose = pytest.importorskip("forerun.kernels.gpu.token_choice", reason="Triton is not installed").choose
         found = super().score_rows(blocks, *rest)
-        noise = torch.tensor([block.noise for block in blocks])
-        best = there(choose(torch.cat([here(row.logits) for row in found]), noise))
-        return [row._replace(best=own) for row, own in zip(found, best.split(1), strict=True)]
+        counts = [len(row.logits) for row in found]
+        noise = [
+            torch.zeros(count, 2, dtype=torch.int64) if block.noise is None else torch.from_numpy(block.noise)
+            for count, block in zip(counts, blocks, strict=True)
+        ]
+        self.chosen += sum(counts)
+        best = there(choose(torch.cat([here(row.logits) for row in found]), torch.cat(noise)))
+        return [row._replace(best=own) for row, own in zip(found, best.split(counts), strict=True)]
 
 
 def tokens_of(tree: Any) -> tuple[list[int], list[int]]:
@@ -166,16 +174,54 @@ def step_of(scorer: MockScorer, source: Source | None, budget: int, clock: Any =
 
 @pytest.mark.parametrize("method", ["greedy", "coupled"])
 def test_a_step_takes_one_transfer_for_all_rows(method):
+    """Whether the pass chooses or not, over trees."""
     target, texts = MockTarget(6, peak=2.0, seed=3), []
-    for kind in (MockScorer, AwayScorer):
+    for kind in (MockScorer, AwayScorer, ChoosingScorer):
         rows = rows_of(mixed(method)[:-1])
         step = step_of(kind(target), Guess(), 42)
         with Device() as device:
             for number in range(4):
                 step(rows, {})
-                assert len(device.reads) == (number + 1) * (kind is AwayScorer)
+                assert len(device.reads) == (number + 1) * (kind is not MockScorer)
         texts.append([row.request.tokens.tolist() for row in rows])
-    assert texts[0] == texts[1] and len(texts[0][0]) == len(PROMPT) + 12
+    assert texts[0] == texts[1] == texts[2] and len(texts[0][0]) == len(PROMPT) + 12
+
+
+@pytest.mark.parametrize("nodes", [0, 1, 15, 16])
+def test_a_row_is_never_processed_alone(nodes):
+    """A plain step and a tree have the same bits, as torch's kernels of several rows do not depend on how many."""
+    seen: list[int] = []
+
+    def noted(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        seen.append(len(scores))
+        return scores
+
+    request = Request(PROMPT, 40, sampler=Sampler("coupled", 3, InTurn((noted,), rowwise=True)))
+    logits = torch.randn(nodes + 1, 9, generator=torch.Generator().manual_seed(nodes))
+    found = transfers.choose_nodes(DraftTree.chain(range(nodes)), logits, request)
+    assert seen == {0: [2], 1: [2], 15: [16], 16: [16, 2]}[nodes]
+    right = request.sampler.choices(logits.float(), range(len(request), len(request) + nodes + 1))
+    assert torch.equal(found, right)
+
+
+def test_a_pass_that_chooses_leaves_nothing_to_choose(monkeypatch):
+    """For greedy rows and those that divide logits, but not where a processor does more, or a chain has ``q``."""
+    own = [*mixed("coupled")[:-1], Sampler(), *mixed("rejection")[:1]]
+    chosen, choose = list[Sampler](), transfers.choose_nodes
+
+    def noted(tree: DraftTree, logits: torch.Tensor, request: Request) -> torch.Tensor:
+        chosen.append(request.sampler)
+        return choose(tree, logits, request)
+
+    monkeypatch.setattr(transfers, "choose_nodes", noted)
+    scorer, rows = ChoosingScorer(MockTarget(6)), rows_of(own)
+    with Device():
+        step_of(scorer, Guess(), 42)(rows, {})
+    assert chosen == [own[2]] and scorer.chosen > len(own)
+    chain = DraftTree.chain([1], torch.full((1, 6), 1 / 6))
+    for sampler, left in zip(own, (False, False, True, False, True), strict=True):
+        assert transfers._ready(chain, Request(PROMPT, 2, sampler=sampler), True) is not left
+        assert transfers._ready(chain, Request(PROMPT, 2, sampler=sampler), False) is sampler.takes_best
 
 
 def test_a_row_that_fails_leaves_the_others_their_transfer():

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import triton.language as tl
 from support.triton_products import interpret_products, interpret_quickly
 
 from forerun import kernels
@@ -138,23 +139,27 @@ def test_right_and_the_same_bits(held, dtype, kind, merging, monkeypatch):
     assert torch.equal(row_by_row[:, :, own], right), "models without tables of addresses, such as hybrids"
 
 
+def cut(monkeypatch: pytest.MonkeyPatch, short: int, shorts: int, long: int) -> None:
+    """Cut texts into splits of other sizes."""
+    sizes = {"GPU_SHORT_SPLIT_TOKENS": short, "GPU_SHORT_SPLITS": shorts, "GPU_SPLIT_TOKENS": long}
+    for (name, size), kernels_name in zip(sizes.items(), ("SHORT_SPLIT", "SHORT_SPLITS", "LONG_SPLIT"), strict=True):
+        monkeypatch.setattr(pass_tables, name, size)
+        monkeypatch.setattr(gpu, kernels_name, tl.constexpr(size))
+
+
 def test_another_order_has_other_bits(monkeypatch):
     """Blocks of another size sum in another order: the comparisons above can fail."""
     generator = torch.Generator().manual_seed(0)
     text, q = torch.randn(2, 2, 300, 32, generator=generator), torch.randn(1, 2, 1, 32, generator=generator)
     (before,) = run([token(text, q, 299)])
-    for module in (gpu, pass_tables):
-        monkeypatch.setattr(module, "GPU_SHORT_SPLIT_TOKENS", 64)
+    cut(monkeypatch, 64, 16, 1024)
     assert not torch.equal(run([token(text, q, 299)])[0], before)
 
 
 def test_splits_of_a_long_text(monkeypatch):
     """Short splits, then long ones: right, and with the same bits from any number of programs and from one that
     merges."""
-    for module in (gpu, pass_tables):
-        monkeypatch.setattr(module, "GPU_SHORT_SPLITS", 2)
-        monkeypatch.setattr(module, "GPU_SHORT_SPLIT_TOKENS", 64)
-        monkeypatch.setattr(module, "GPU_SPLIT_TOKENS", 128)
+    cut(monkeypatch, 64, 2, 128)
     assert [splits_of(length) for length in (0, 1, 64, 65, 128, 129, 256, 257)] == [0, 1, 1, 2, 2, 3, 3, 4]
     generator = torch.Generator().manual_seed(1)
     text, q = torch.randn(2, 1, 900, 16, generator=generator), torch.randn(1, 2, 1, 16, generator=generator)

@@ -24,7 +24,6 @@ from triton.runtime.interpreter import GridExecutor
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.kernels import gpu
-from forerun.kernels.attention import topk_rank
 from forerun.kernels.gpu import attend, linear
 from forerun.kernels.gpu.pass_tables import PassDescription, PassTables
 from forerun.kernels.gpu.prefetch import PREFETCH_PROGRAM_BYTES, Ahead, piece_of
@@ -86,20 +85,6 @@ def test_models_functions_take_the_kernels(monkeypatch):
         torch.testing.assert_close(each, x @ weight.t() + bias)
     for each in means:
         torch.testing.assert_close(each, x.mean(-1, keepdim=True))
-
-
-@pytest.mark.parametrize(("rank", "count"), [(24, 37), (8, 16)])
-def test_the_best_keys(monkeypatch, rank, count):
-    """The same numbers as on a CPU, to the bit."""
-    generator = torch.Generator().manual_seed(rank)
-    groups = -(-count // topk_rank.GROUP_CHUNKS)
-    quads, numbers = rank // topk_rank.QUAD_NUMBERS, topk_rank.QUAD_NUMBERS
-    shape = (2, groups, topk_rank.CHUNK_KEYS, quads, topk_rank.GROUP_CHUNKS, numbers)
-    index = torch.randint(1, 256, shape, generator=generator, dtype=torch.uint8)
-    q = torch.randn(6, 3, rank, generator=generator)
-    right = topk_rank.by_definition(index, count, q)
-    monkeypatch.setattr(gpu, "runs_on", lambda device: True)
-    assert torch.equal(topk_rank.by_definition(index, count, q), right)
 
 
 @triton.jit

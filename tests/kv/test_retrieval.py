@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.kernels.attention.attention import AttentionSpec
+from forerun.kv import retrieval
 from forerun.kv.full_cache import FullCache
 from forerun.kv.low_rank import LowRankCache, LowRankConfig
 from forerun.kv.retrieval import RetrievalCache, RetrievalConfig
@@ -173,15 +174,21 @@ def test_policies_refresh_when_they_should():
     assert counts["acceptance", 1] > 8
 
 
-def test_verifying_queries_decide_what_is_chosen_next():
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_verifying_queries_decide_what_is_chosen_next(on_gpu, monkeypatch):
+    """On a GPU all chunks are copied again, in the order of their scores."""
+    monkeypatch.setattr(retrieval, "elsewhere", lambda tensor: on_gpu)
     config = RetrievalConfig(64, 4, window=8, stride=8, refresh="verify")
     row = Row.of(300)
     cache = RetrievalCache(row.full, config)
     cache.sync()
     read_on(row, cache, 4, 2)
     for layer in range(LAYERS):
-        chosen = cache._layers[layer]._chosen
-        assert [set(head.tolist()) for head in chosen] == expected_chunks(row, layer, config, [-5, -4, -3])
+        expected = expected_chunks(row, layer, config, [-5, -4, -3])
+        assert [set(head.tolist()) for head in cache._layers[layer]._chosen] == expected
+        for head, chunks in enumerate(expected):
+            keys = cache._rows[layer][0][0, head, : cache.held]
+            assert {key.numpy().tobytes() for key in keys} == held_keys(row, chunks, head, layer, config)
 
 
 @pytest.mark.matrix

@@ -50,10 +50,10 @@ def engine_of(own: Any, drafter: str, settings: LongContextConfig | None = None,
     )
 
 
-def steps_of(engine: Engine, rows: int = 1) -> tuple[Counter[str], int, dict[str, int]]:
+def steps_of(engine: Engine, rows: int = 1, **options: Any) -> tuple[Counter[str], int, dict[str, int]]:
     """What a step launches, copies to the device, and waits for. Only drafts that were accepted out of their order are
     moved, in some steps."""
-    requests = engine.requests(TEXTS[:rows], max_new_tokens=9, eos_token_id=None)
+    requests = engine.requests(TEXTS[:rows], max_new_tokens=9, eos_token_id=None, **options)
     steps = engine.run(requests)
     next(steps)
     with WaitCounter(torch.device("cpu")) as waits, LaunchCounter() as launches:
@@ -70,19 +70,24 @@ def steps_of(engine: Engine, rows: int = 1) -> tuple[Counter[str], int, dict[str
     return each, (launches.copies - moves) // count, waited
 
 
-PLAIN = {"clone": 2}, 1, {"transfers": 1}
-"""A step's kernels, copies and waits."""
+SAMPLED = [{}, {"do_sample": True, "top_k": 0, "temperature": 0.7, "seed": 3}]
 
 
+@pytest.mark.parametrize("options", SAMPLED)
 @pytest.mark.parametrize("rows", [1, 8])
-def test_a_plain_step_keeps_its_results_and_brings_the_tokens(rows):
-    assert steps_of(engine_of(model(), "none"), rows) == PLAIN
+def test_a_plain_step_keeps_its_results_and_brings_the_tokens(rows, options):
+    """Also of sampled rows, whose tokens the pass chooses."""
+    kernels, copies, waits = steps_of(engine_of(model(), "none"), rows, **options)
+    assert kernels == {"clone": 2}
+    assert (copies, waits) == (1, {"transfers": 1})
 
 
+@pytest.mark.parametrize("options", SAMPLED)
 @pytest.mark.parametrize("rows", [1, 8])
-def test_a_step_with_drafts_finds_the_best_tokens_of_all_rows_at_once(rows):
-    kernels, *rest = steps_of(engine_of(model(), "trie", budget=64 // rows - 1), rows)
-    assert kernels == {"clone": 2, "topk": 1, "to": 1, "cat": 1} and rest == [*PLAIN[1:]]
+def test_a_step_with_drafts_finds_the_best_tokens_of_all_rows_at_once(rows, options):
+    kernels, copies, waits = steps_of(engine_of(model(), "trie", budget=64 // rows - 1), rows, **options)
+    assert kernels == {"clone": 2, "topk": 1, "to": 1, "cat": 1}
+    assert (copies, waits) == (1, {"transfers": 1})
 
 
 def test_a_step_that_skips_drafting_is_a_plain_one(monkeypatch):
@@ -168,6 +173,25 @@ def test_a_sampled_chain_launches_what_a_greedy_one_does(monkeypatch):
         per_kind.append({count: (copies, kernels) for count, copies, kernels in found if count == 3})
     assert per_kind[0] and per_kind[0] == per_kind[1] == per_kind[2]
     assert per_kind[0][3][0] == 3
+
+
+def test_queries_of_all_layers_are_copied_at_once(monkeypatch):
+    """One operation for each row of a pass that keeps them."""
+    settings = LongContextConfig(cache_budget=8, chunk=2, gamma2=4, paced=False)
+    hand_over, found = GpuScorer._hand_over_queries, list[Counter[str]]()
+
+    def counted(self: GpuScorer, *given: Any) -> None:
+        with LaunchCounter() as launches:
+            hand_over(self, *given)
+        found.append(launches.kernels)
+
+    monkeypatch.setattr(GpuScorer, "_hand_over_queries", counted)
+    for layers in (2, 4):
+        engine = engine_of(model(layers), "retrieval", settings)
+        found.clear()
+        for _ in engine.run(engine.requests(TEXTS[:2], max_new_tokens=9, eos_token_id=None)):
+            pass
+        assert Counter(cat=2) in found and all(each <= Counter(cat=2) for each in found)
 
 
 def test_the_measurement_runs():

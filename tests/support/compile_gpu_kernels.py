@@ -15,17 +15,10 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from forerun.core.sampling_kernels import BITS, GOLDEN, MIX1, MIX2
-from forerun.kernels.gpu import attend, decoder_ops, linear, recurrences, scan, token_choice
+from forerun.kernels.gpu import attend, decoder_ops, linear, recurrences, token_choice
 from forerun.kernels.gpu.linear import LINEAR_TILES
-from forerun.kernels.gpu.pass_tables import (
-    GPU_COMBINE_QUERIES,
-    GPU_SHORT_SPLIT_TOKENS,
-    GPU_SHORT_SPLITS,
-    GPU_SPLIT_TOKENS,
-    GPU_TILE_QUERIES,
-)
+from forerun.kernels.gpu.pass_tables import GPU_COMBINE_QUERIES, GPU_TILE_QUERIES
 
-CUTS = {"SHORT": GPU_SHORT_SPLIT_TOKENS, "SHORTS": GPU_SHORT_SPLITS, "LONG": GPU_SPLIT_TOKENS}
 TABLES = dict.fromkeys(("addresses", "strides", "tokens", "tiles", "rows", "own", "ids", "jobs"), "*i64")
 FLOATS = {
     **dict.fromkeys(("state", "sums", "sinks", "parts", "cos", "sin"), "*fp32"),
@@ -53,8 +46,7 @@ def code(
     """What a kernel's code has, given the types of its arguments that are no 32-bit integers."""
     known = TABLES | FLOATS | types
     signature = {name: known.get(name, "i32") for name in kernel.arg_names}
-    always = SINGLE | {"PARTS_AHEAD": decoder_ops.PARTS_AHEAD}
-    constants = constants | {name: value for name, value in always.items() if name in kernel.arg_names}
+    constants = constants | {name: value for name, value in SINGLE.items() if name in kernel.arg_names}
     signature |= dict.fromkeys(constants, "constexpr")
     attributes = {
         (place,): [["tt.divisibility", 16]]
@@ -119,13 +111,18 @@ def all_codes(capability: int, kind: str) -> dict[str, Any]:
     found = {}
     for tile in LINEAR_TILES:
         for alone in (True, False) if tile is LINEAR_TILES[-1] else (True,):
-            cut = {"ALONE": alone, "TOKENS": tile.tokens, "OUTPUTS": linear.OUTPUTS, "STEP": linear.STEP,
-                   "GPU_LINEAR_COLUMNS": linear.GPU_LINEAR_COLUMNS}  # fmt: skip
+            cut = {"ALONE": alone, "TOKENS": tile.tokens}
             name = f"sums {tile.tokens} {'alone' if alone else 'in turn'}"
             found[name] = code(linear._sums, capability, cut, tile.warps, 4, **own, y="*fp32")
     row_bytes = 128 * (4 if kind == "fp32" else 2)
-    cut = {"GPU_BLOCK_TOKENS": attend.block_tokens(row_bytes), **CUTS}
-    wide, stages = {"DIM": 128, "OUT_DIM": 128, "WIDE": 128, "ALIGNED": True, **cut}, attend.pipeline_stages(row_bytes)
+    wide = {
+        "DIM": 128,
+        "OUT_DIM": 128,
+        "WIDE": 128,
+        "ALIGNED": True,
+        "GPU_BLOCK_TOKENS": attend.block_tokens(row_bytes),
+    }
+    stages = attend.pipeline_stages(row_bytes)
     for tile in (GPU_COMBINE_QUERIES, GPU_TILE_QUERIES):
         for merging in (False, True):
             how = {"TILE": tile, "MERGING": merging, "SOFTCAP": False, **wide}
@@ -137,30 +134,27 @@ def all_codes(capability: int, kind: str) -> dict[str, Any]:
     for group in GROUPS:
         lanes, numbers, threads = attend.combine_shape(group, 128)
         how = {"TILE": GPU_COMBINE_QUERIES, "MERGING": False, "SOFTCAP": False, **wide, **ahead}
-        more = {"OUT_WIDE": numbers, "GPU_COMBINE_QUERIES": GPU_COMBINE_QUERIES, "LANES": lanes, "SINKS": True,
-                "GPU_COMBINE_SPLITS": attend.GPU_COMBINE_SPLITS, "THREADS": threads}  # fmt: skip
+        more = {"OUT_WIDE": numbers, "LANES": lanes, "SINKS": True, "THREADS": threads,
+                "GPU_COMBINE_SPLITS": attend.GPU_COMBINE_SPLITS}  # fmt: skip
         found[f"combine of {group}"] = code(
             attend._combine, capability, how | more, threads // 32, stages, **own, y=f"*{kind}"
         )
     norms = {"ADDED": True, "BIAS": False, "AFTER": True, "BEFORE": True, "AFTER_OFFSET": 1, "BEFORE_OFFSET": 0,
-             "WIDE": 4096, "WARPS": decoder_ops.NORM_WARPS, **ahead}  # fmt: skip
+             "WIDE": 4096, **ahead}  # fmt: skip
     kinds = {"after": f"*{kind}", "before": f"*{kind}", "y": f"*{kind}", "x": "*fp32"}
-    found["add and norm"] = code(decoder_ops._add_norm, capability, norms, decoder_ops.NORM_WARPS, **own | kinds)
+    found["add and norm"] = code(decoder_ops._add_norm, capability, norms, decoder_ops.NORM_WARPS.value, **own | kinds)
     columns = {"OFFSET": 0, "BIAS": False, "WIDE": 4096}
     found["norm of all heads"] = code(
-        decoder_ops._norm_columns, capability, columns, decoder_ops.NORM_WARPS, **own, y="*fp32"
+        decoder_ops._norm_columns, capability, columns, decoder_ops.NORM_WARPS.value, **own, y="*fp32"
     )
     heads = {"DIM": 128, "HALF": 64, "OFFSET": 0, "BIAS": True, "NORM": True, "WIDE": 128}
     kinds = {"q_norm": f"*{kind}", "k_norm": f"*{kind}"}
     found["rotate"] = code(decoder_ops._rotate_and_store, capability, heads, 1, **own | kinds)
-    gated = {"BIAS": False, "SILU": True, "GATE_COLUMNS": decoder_ops.GATE_COLUMNS, "WARPS": decoder_ops.GATE_WARPS,
-             **ahead}  # fmt: skip
-    found["gate"] = code(decoder_ops._gate, capability, gated, decoder_ops.GATE_WARPS, **own, y=f"*{kind}")
+    gated = {"BIAS": False, "SILU": True, **ahead}
+    found["gate"] = code(decoder_ops._gate, capability, gated, decoder_ops.GATE_WARPS.value, **own, y=f"*{kind}")
     found["store"] = code(attend._store, capability, {"WIDE": 128, "OUT_WIDE": 128}, **own)
-    rows = {"BIAS": True, "GPU_LINEAR_ROWS": linear.GPU_LINEAR_ROWS}
-    found["total"] = code(linear._total, capability, rows, **own, y=f"*{kind}")
-    columns = {"GPU_MEAN_COLUMNS": linear.GPU_MEAN_COLUMNS}
-    found["mean"] = code(linear._mean, capability, columns, **own, y=f"*{kind}")
+    found["total"] = code(linear._total, capability, {"BIAS": True}, **own, y=f"*{kind}")
+    found["mean"] = code(linear._mean, capability, {}, **own, y=f"*{kind}")
     return found
 
 
@@ -191,10 +185,6 @@ def choice_codes(capability: int) -> dict[str, Any]:
 def main() -> None:
     capability = int(sys.argv[1])
     found = {kind: all_codes(capability, kind) for kind in sys.argv[2:] or ("bf16", "fp32")}
-    short = {"WIDE": 32, "CHUNK": 16, "QUADS": 6, "GROUP": 16, "QUAD": 4, "GPU_COMBINE_QUERIES": GPU_COMBINE_QUERIES}
-    found["bytes"] = {
-        "best": code(scan._best, capability, short, rows="i32", index="*u8", q="*fp32", scale="*fp32", out="*fp32")
-    }
     found["recurrent"] = recurrent_codes(capability)
     found["choice"] = choice_codes(capability)
     sys.stdout.write(json.dumps(found))

@@ -27,7 +27,9 @@ def interpret_products(patch: pytest.MonkeyPatch) -> None:
 
 def interpret_quickly(patch: pytest.MonkeyPatch) -> None:
     """Let kernels load one thing after the other, which changes no bit: the interpreter does nothing ahead."""
+    import triton.language as tl
+
     from forerun.kernels.gpu import attend, decoder_ops
 
     patch.setattr(attend, "GPU_COMBINE_SPLITS", 1)
-    patch.setattr(decoder_ops, "PARTS_AHEAD", 1)
+    patch.setattr(decoder_ops, "PARTS_AHEAD", tl.constexpr(1))

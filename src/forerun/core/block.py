@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from forerun.core.sampling import Noise
 from forerun.core.tree import BoolArray, DraftTree, IntArray
 
 
@@ -24,7 +23,8 @@ class Block:
             ``by_tables``.
 
     Attributes:
-        noise: with which a pass on a device chooses the token after the last pending one.
+        noise: with which a pass on a device chooses the tokens after the last pending one and after each node, int64
+            ``[n + 1, 2]``; see ``Sampler.noise``.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Block:
         self.nodes = len(tree.tokens)
         self.count = len(pending) + self.nodes
         self.whole_chunk, self.ids = whole_chunk, ids
-        self.noise = Noise()
+        self.noise: IntArray | None = None
         self._biases: dict[tuple[object, ...], torch.Tensor | None] = {}
 
     def __len__(self) -> int:
@@ -128,7 +128,7 @@ class RowScores(NamedTuple):
     Attributes:
         logits: after the last pending token (row 0) and at node i (row i + 1), ``[len(tree) + 1, V]``.
         states: hidden states of the block, layers side by side, ``[len(block), layers * hidden]``, if requested.
-        best: best token of each row of logits, with the block's noise in row 0, int64 ``[len(tree) + 1]``, if computed.
+        best: best token of each row of logits with the block's noise, int64 ``[len(tree) + 1]``, if computed.
     """
 
     logits: torch.Tensor

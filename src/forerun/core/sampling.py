@@ -11,9 +11,10 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from forerun.core.compiling import COMPILES
@@ -109,18 +110,6 @@ class Salt(enum.IntEnum):
     RESIDUAL = 3
 
 
-class Noise(NamedTuple):
-    """What a pass needs to sample a token (``Sampler.noise``), as signed 64-bit integers.
-
-    Attributes:
-        key: of the hash; see ``_gumbel_of_rows``.
-        temperature: by which logits are divided, as the bits of a float64; 0 for the best logit without noise.
-    """
-
-    key: int = 0
-    temperature: int = 0
-
-
 @dataclass(frozen=True)
 class Sampler:
     """How a row's next token is chosen.
@@ -205,12 +194,14 @@ class Sampler:
             return scores.argmax(-1)
         return highest_of_rows(scores, self.seed, positions, self.salt if salt is None else salt)
 
-    def noise(self, position: int) -> Noise:
-        """Return what a pass needs to choose this position's token, if ``divisor`` says that it can."""
+    def noise(self, positions: Sequence[int]) -> npt.NDArray[np.int64] | None:
+        """Return what a pass needs to sample tokens at these positions, ``[n, 2]``: a key of the hash (see
+        ``_gumbel_of_rows``), and the bits of the temperature in float64. None if ``divisor`` is 0 or None."""
         if not self.divisor:
-            return Noise()
+            return None
+        keys = {position: _signed(_key(self.seed, position, self.salt)) for position in positions}
         bits = int(np.float64(self.divisor).view(np.int64))
-        return Noise(_signed(_key(self.seed, position, self.salt)), bits)
+        return np.array([(keys[position], bits) for position in positions], np.int64)
 
     def chances(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Return the probability of tokens ``[n]`` by raw logits ``[n, V]``; float64 ``[n]``, on their device."""

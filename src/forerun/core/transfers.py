@@ -131,12 +131,13 @@ def choose_rows(
     if best:
         scores, shared["tokens"] = adjoined(list(away.values())).float().topk(min(best, away[min(away)].shape[-1]))
         shared["scores"] = scores.double().view(torch.int64)
-    if any(requests[n].sampler.takes_best for n in away):
-        known = [top for n in away if (top := there[n].best) is not None]
+    known = [top for n in away if (top := there[n].best) is not None]
+    ready = {n for n in away if _ready(trees[n], requests[n], len(known) == len(away))}
+    if ready:
         shared["choices"] = adjoined(known) if len(known) == len(away) else best_of_rows(adjoined(list(away.values())))
-    tops = torch.split(shared["choices"], counts) if "choices" in shared else [None] * len(counts)
+    tops = torch.split(shared["choices"], counts) if ready else [None] * len(counts)
     own = [
-        list(_vectors(trees[n], each, requests[n], top, chances))
+        list(_vectors(trees[n], each, requests[n], top if n in ready else None, chances))
         for (n, each), top in zip(away.items(), tops, strict=True)
     ]
     vectors = [*(each.flatten() for each in shared.values()), *(vector for row in own for _, vector in row)]
@@ -146,10 +147,18 @@ def choose_rows(
     tables = {name: _parted(next(to_device).reshape(each.shape), counts) for name, each in shared.items()}
     for place, (n, row) in enumerate(zip(away, own, strict=True)):
         parts = {name: table[place] for name, table in tables.items()}
-        if not requests[n].sampler.takes_best:
+        if n not in ready:
             parts.pop("choices", None)
         found[n] = _choices(parts | {name: next(to_device) for name, _ in row})
     return found
+
+
+def _ready(tree: DraftTree, request: Request, chosen: bool) -> bool:
+    """Return whether a row's choices are the best logits, or those that the pass has ``chosen`` with the row's
+    noise."""
+    sampler = request.sampler
+    by_noise = sampler.divisor is not None and (sampler.method != "rejection" or tree.q is None)
+    return sampler.takes_best or (chosen and by_noise)
 
 
 def _vectors(
@@ -158,7 +167,7 @@ def _vectors(
     """Yield a row's private parts of the transfer by name, as int64 vectors; floats as the bits of float64."""
     if not request.sampler.rowwise:
         return
-    if not request.sampler.takes_best or best is None:
+    if best is None:
         try:
             best = choose_nodes(tree, logits, request)
         except Exception as error:  # a processor may raise anything
@@ -188,7 +197,14 @@ def choose_nodes(tree: DraftTree, logits: torch.Tensor, request: Request) -> tor
     ends = range(NOISE_ROWS, len(positions), NOISE_ROWS)
     parts = zip(torch.split(logits, NOISE_ROWS), np.split(positions, ends), strict=True)
     sampler = request.sampler
-    return torch.cat([sampler.choices(sampler.scores_of_rows(part), own.tolist()) for part, own in parts])
+    return torch.cat([sampler.choices(_scores(part, request), own.tolist()) for part, own in parts])
+
+
+def _scores(logits: torch.Tensor, request: Request) -> torch.Tensor:
+    """Process rows of logits, a single one together with a copy: torch's ``cumsum`` on CUDA, which top-p uses, sums one
+    row alone in another order than several, and in one that differs between runs."""
+    count = len(logits)
+    return request.sampler.scores_of_rows(logits.expand(2, -1) if count == 1 else logits)[:count]
 
 
 def tested(tree: DraftTree, request: Request) -> torch.Tensor | None:

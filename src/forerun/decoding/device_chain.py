@@ -48,7 +48,7 @@ def draft(model: Scorer, rows: Sequence[Row], count: int, chances: bool) -> list
     q: list[list[torch.Tensor]] = [[] for _ in rows]
     for turn in range(count):
         for block, request in zip(blocks, requests, strict=True):
-            block.noise = request.sampler.noise(len(request) + turn)
+            block.noise = request.sampler.noise([len(request) + turn])
         scores = model.score_rows(blocks, caches)
         chosen.append(adjoined([_choice(*each, turn) for each in zip(scores, requests, q, strict=True)]))
         ids = torch.split(chosen[-1], 1)

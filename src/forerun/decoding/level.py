@@ -135,6 +135,9 @@ class Level(Source):
         began = self._clock()
         trees, forced, plain = self._plan(rows, budgets, reading, closed)
         blocks, every = [row.block(tree) for row, tree in zip(rows, trees, strict=True)], list(rows)
+        if self.model.by_tables:  # the pass chooses
+            for row, block in zip(rows, blocks, strict=True):
+                block.noise = row.noise(block.tree)
         for row, block in reading:
             every.append(row)
             blocks.append(block)

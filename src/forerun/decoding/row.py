@@ -78,6 +78,11 @@ class Row:
         """Return the input of a verifying pass: the pending tokens, with a tree after the last of them."""
         return Block(self.pending.copy(), tree, self.cache.length)
 
+    def noise(self, tree: DraftTree) -> IntArray | None:
+        """Return ``Sampler.noise`` of the next token and of those after the tree's nodes."""
+        sampler, length = self.request.sampler, len(self.request)
+        return sampler.noise([length, *(length + tree.depths).tolist()]) if sampler.divisor else None
+
     def commit(self, block: Block, verdict: Verdict) -> None:
         """Commit the accepted part of a block; the request has the tokens already."""
         self.cache.commit(block, verdict.path)

@@ -74,7 +74,8 @@ class FullCache(Cache):
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, spec: AttentionSpec
     ) -> Rows:
         keys, values = self.append(layer, k, v)
-        self.record_queries(layer, q, block, spec)
+        self.specs = {**self.specs, layer: spec}
+        self.record_queries([layer], q, block)
         end = self.length + len(block)
         return keys[:, :, :end], values[:, :, :end]
 
@@ -82,18 +83,17 @@ class FullCache(Cache):
         """Set each layer's attention parameters for a pass without ``store``; requested queries follow."""
         self.specs, self.queries = specs, {}
 
-    def record_queries(self, layer: int, q: torch.Tensor, block: Block, spec: AttentionSpec | None = None) -> None:
-        """Copy a layer's queries ``[1, H, n, d]`` of a pass, and its attention parameters if they are new."""
+    def record_queries(self, layers: Sequence[int], q: torch.Tensor, block: Block) -> None:
+        """Copy some layers' queries of a pass, ``[layers, H, n, d]``."""
         pending = len(block.pending)
         apart = max(1, pending // SAMPLED_QUERIES)
         first = max(0, pending - 1 - (SAMPLED_QUERIES - 1) * apart)
         kept = torch.cat((q[:, :, first:pending:apart], q[:, :, pending:]), 2)
-        self.queries[layer] = kept
-        if spec is not None:
-            self.specs = {**self.specs, layer: spec}
         count = min(kept.shape[2], SAMPLED_QUERIES)
-        if layer not in self.sample or self.sample[layer].shape[2] <= count:
-            self.sample[layer] = kept[:, :, :count]
+        for layer, own in zip(layers, torch.split(kept, 1), strict=True):
+            self.queries[layer] = own
+            if layer not in self.sample or self.sample[layer].shape[2] <= count:
+                self.sample[layer] = own[:, :, :count]
 
     def wants_queries(self, block: Block) -> bool:
         """Return whether to record a pass's queries: in a prefill, if no pass had more, or if a view needs them."""
@@ -308,27 +308,13 @@ class FullCache(Cache):
         self._prefix, self._prefix_length = prefix, length
         self.length, self.queries = length, {}
         self._keeps_all_from(prefix.least)
-        if self._uniform():
-            first = next(iter(self._layers.values()))[0]
-            shape = torch.Size((len(self._layers), 2, *first.shape[1:]))
-            strides = torch.empty(shape, device="meta").stride()
-            self._hold(list(self._layers), first.as_strided(shape, strides, first.storage_offset()))
+        if (store := joined(self._layers)) is not None:
+            self._hold(list(self._layers), store)
 
     def saved_state(self, name: str) -> tuple[Tensors, int]:
         """Return a view's saved state in the prefix, or nothing, and how many prefix tokens this cache has."""
         found = self._prefix.state(name) if self._prefix is not None and self._prefix_length else None
         return (found, self._prefix_length) if found else ({}, 0)
-
-    def _uniform(self) -> bool:
-        rows = [t for both in self._layers.values() for t in both]
-        if not rows:
-            return False
-        first, size = rows[0], rows[0].nbytes
-        alike = all(t.shape == first.shape and t.dtype == first.dtype for t in rows)
-        in_order = list(self._layers) == sorted(self._layers)
-        side_by_side = all(t.data_ptr() == first.data_ptr() + i * size for i, t in enumerate(rows))
-        memory = {t.untyped_storage().data_ptr() for t in rows}  # separate rows may be neighbours by chance
-        return alike and in_order and side_by_side and len(memory) == 1
 
     def read(self, layer: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return views of the keys and values of positions ``first`` to before ``last``, ``[1, Hkv, m, d]``."""
@@ -392,3 +378,19 @@ class FullCache(Cache):
             for layer, (k, v) in self._layers.items()
         }
         return KVShape(shapes, self._recurrent.max_bytes)
+
+
+def joined(layers: Mapping[int, Rows]) -> torch.Tensor | None:
+    """Return adjacent layers of one shape as one tensor, ``[layers, 2, Hkv, capacity, d]``; None for others."""
+    rows = [t for both in layers.values() for t in both]
+    if not rows:
+        return None
+    first, size = rows[0], rows[0].nbytes
+    alike = all(t.shape == first.shape and t.dtype == first.dtype for t in rows)
+    in_order = list(layers) == sorted(layers)
+    side_by_side = all(t.data_ptr() == first.data_ptr() + i * size for i, t in enumerate(rows))
+    memory = {t.untyped_storage().data_ptr() for t in rows}  # separate rows may be neighbours by chance
+    if not (alike and in_order and side_by_side and len(memory) == 1):
+        return None
+    shape = torch.Size((len(layers), 2, *first.shape[1:]))
+    return first.as_strided(shape, torch.empty(shape, device="meta").stride(), first.storage_offset())

@@ -25,7 +25,7 @@ from forerun.core.block import Block
 from forerun.kernels import gpu
 from forerun.kernels.attention.attention import Rows
 from forerun.kv.cache import KVShape, compact
-from forerun.kv.full_cache import FullCache
+from forerun.kv.full_cache import FullCache, joined
 from forerun.kv.shared_prefix import SharedPrefix
 
 COPY_PIECE_BYTES = 4 << 20
@@ -226,6 +226,7 @@ class OffloadedCache(FullCache):
         self._rows, self.copy_engine = dict(buffers), copy_engine
         self.offloaded_layers = sorted(host)
         self._buffers = [_Buffer(layer, 0) for layer in self.offloaded_layers[:BUFFERS]]
+        self._pieces = joined(resident), joined(host)
         self._writes: list[PendingCopy] = []
         self._failure: OffloadError | None = None
 
@@ -245,6 +246,7 @@ class OffloadedCache(FullCache):
                 copy.finish()
         super().clear()
         self._rows, self.offloaded_layers, self._buffers, self._writes = {}, [], [], []
+        self._pieces = None, None
 
     def fetch_layer(self, layer: int, count: int) -> Rows:
         """Return a layer's rows as ``FullCache`` does, and prefetch the next layer. Raises ValueError if there is no
@@ -336,16 +338,35 @@ class OffloadedCache(FullCache):
         if layer not in self._rows:
             return super().chunks(layer, head, chunk, size)
         rows = self._layers[layer]
-        if gpu.runs_on(self.copy_engine.device) and all(t.is_pinned() for t in rows):
-            for copy in self._writes:
-                copy.wait()
-            found, gathered = self.copy_engine.gather(rows, head, chunk, size)
-            self._writes.append(gathered)
-            return found
+        if self._reaches(rows):
+            return self._gather(rows, head, chunk, size)
         self._wait_for_writes()
         place = rows[0].device
         found = super().chunks(layer, head.to(place), chunk.to(place), size)
         return tuple(t[0] for t in self._fetch_now([t[None] for t in found]))
+
+    def read_together(self, first: int, last: int) -> torch.Tensor | None:
+        """Copy all layers' rows at some positions to the device with one kernel; None if it cannot address them."""
+        here, away = self._pieces
+        known = sum(len(each) for each in self._pieces if each is not None)
+        if away is None or known < len(self._layers) or not self._reaches((away,)):
+            return None
+        rows = away.view(1, -1, *away.shape[3:])[:, :, first:]
+        head = torch.arange(rows.shape[1], device=self.copy_engine.device)
+        [found] = self._gather((rows,), head, torch.zeros_like(head), last - first)
+        found = found.view(*away.shape[:3], last - first, away.shape[4])
+        return found if here is None else torch.cat((here[:, :, :, first:last], found))
+
+    def _reaches(self, rows: Sequence[torch.Tensor]) -> bool:
+        """Return whether the device can address these rows in the host's memory."""
+        return gpu.runs_on(self.copy_engine.device) and all(t.is_pinned() for t in rows)
+
+    def _gather(self, rows: Rows, head: torch.Tensor, chunk: torch.Tensor, size: int) -> Rows:
+        for copy in self._writes:
+            copy.wait()
+        found, gathered = self.copy_engine.gather(rows, head, chunk, size)
+        self._writes.append(gathered)
+        return found
 
     def reserve(self, layers: Sequence[int], like: torch.Tensor, count: int) -> torch.Tensor:
         """Raise ``TypeError``: an offloaded cache is not one block of memory."""

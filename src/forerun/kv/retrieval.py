@@ -288,15 +288,16 @@ class ChosenChunks:
         """Copy missing chunks of ``best`` into unwanted slots; on a GPU all, as counting would cost more."""
         heads, count = best.shape
         if elsewhere(best) and not source.offloaded:
-            head = torch.arange(heads, device=best.device).repeat_interleave(count)
-            slot, chunk = torch.arange(count, device=best.device).repeat(heads), best.flatten()
-        else:
-            wanted = torch.zeros(heads, self._indexed, dtype=torch.bool, device=best.device)
-            wanted.scatter_(1, best, True)
-            stays = wanted.gather(1, self._chosen)
-            wanted.scatter_(1, self._chosen, False)
-            head, slot = (~stays).nonzero(as_tuple=True)  # per head as many as in `wanted`, in the same order
-            chunk = wanted.nonzero(as_tuple=True)[1]
+            self._chosen, head = best, torch.arange(heads, device=best.device).repeat_interleave(count)
+            for mine, new in zip(rows, source.chunks(layer, head, best.flatten(), self._chunk), strict=True):
+                mine[0, :, : count * self._chunk] = new.view(heads, -1, new.shape[2])
+            return
+        wanted = torch.zeros(heads, self._indexed, dtype=torch.bool, device=best.device)
+        wanted.scatter_(1, best, True)
+        stays = wanted.gather(1, self._chosen)
+        wanted.scatter_(1, self._chosen, False)
+        head, slot = (~stays).nonzero(as_tuple=True)  # per head as many as in `wanted`, in the same order
+        chunk = wanted.nonzero(as_tuple=True)[1]
         self._chosen[head, slot] = chunk
         for mine, new in zip(rows, source.chunks(layer, head, chunk, self._chunk), strict=True):
             slots = self._in_chunks(mine[0, :, : count * self._chunk])

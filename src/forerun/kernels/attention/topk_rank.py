@@ -15,7 +15,6 @@ import torch
 from llvmlite import ir
 
 from forerun.core.compiling import compiled
-from forerun.kernels import gpu
 from forerun.kernels.attention.ordered_attention import ATTEND_LAYOUT, ROW_BYTES, AttendOp, read_attend, read_row
 from forerun.kernels.runtime.addresses import StructLayout, floats, integers, signed_bytes
 from forerun.kernels.runtime.executor import PER_TOKEN, PER_UNIT, Operation, Tasks, read_pass
@@ -111,11 +110,6 @@ def by_definition(index: torch.Tensor, count: int, q: torch.Tensor) -> torch.Ten
     heads, rank = index.shape[0], q.shape[2]
     scale = q.abs().amax(-1, keepdim=True) / LARGEST_BYTE
     rounded = (q / scale.clamp_min(SMALLEST_UNIT)).round()
-    if gpu.runs_on(index.device) and count:
-        from forerun.kernels.gpu import scan as there  # needs Triton
-
-        grouped = (t.reshape(heads, -1, t.shape[2]) for t in (rounded, scale))
-        return there.best_keys(index, count, *grouped).reshape(*q.shape[:2], count)
     keys = index[:, : math.ceil(count / GROUP_CHUNKS)].to(q.dtype)
     products = torch.einsum("hnrj,hgkrcj->hngck", rounded.view(heads, -1, rank // QUAD_NUMBERS, QUAD_NUMBERS), keys)
     return products.amax(-1).flatten(2)[..., :count].reshape(*q.shape[:2], count) * scale

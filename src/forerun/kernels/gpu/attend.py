@@ -30,6 +30,8 @@ from forerun.kernels.gpu.pass_tables import (
 )
 from forerun.kernels.gpu.prefetch import Ahead, prefetch
 
+SHORT_SPLIT, SHORT_SPLITS, LONG_SPLIT = map(tl.constexpr, (GPU_SHORT_SPLIT_TOKENS, GPU_SHORT_SPLITS, GPU_SPLIT_TOKENS))
+QUERIES = tl.constexpr(GPU_COMBINE_QUERIES)
 GPU_COMBINE_THREADS = 128
 """Minimum threads of a combining program. Each has one number of one query, so its registers hold many loads."""
 GPU_COMBINE_SPLITS = 32
@@ -69,10 +71,9 @@ def attend(
     row_bytes = _width(max(dim, out_dim)) * q.element_size()
     how = (softcap is not None, places.aligned, size.tile, block_tokens(row_bytes))
     stages = pipeline_stages(row_bytes)
-    cuts = (GPU_SHORT_SPLIT_TOKENS, GPU_SHORT_SPLITS, GPU_SPLIT_TOKENS)
     if size.splits:
         _scan[(size.jobs, kv_heads)](
-            *queries, places.tiles, places.jobs, size.merging, dim, out_dim, _width(dim), _width(out_dim), *how, *cuts,
+            *queries, places.tiles, places.jobs, size.merging, dim, out_dim, _width(dim), _width(out_dim), *how,
             enable_fp_fusion=False, num_stages=stages, **scan_options(size.tile, size.merging, row_bytes),
         )  # fmt: skip
     floats = None if sinks is None else sinks.detach().float().contiguous()
@@ -82,9 +83,8 @@ def attend(
     programs = kv_heads * triton.cdiv(group, GPU_COMBINE_QUERIES), triton.cdiv(out_dim, part)
     _combine[(n + triton.cdiv(ahead.programs, math.prod(programs)), *programs)](
         *queries, places.own, size.own, n, kv_heads, q if floats is None else floats, floats is not None, out,
-        ahead.weights, ahead.bytes, ahead.programs > 0, size.merging, dim, out_dim, _width(dim), part, *how,
-        GPU_COMBINE_QUERIES, lanes, loaded, threads, *cuts, enable_fp_fusion=False, num_stages=stages,
-        num_warps=threads // 32,
+        *ahead.arguments, size.merging, dim, out_dim, _width(dim), part, *how, lanes, loaded, threads,
+        enable_fp_fusion=False, num_stages=stages, num_warps=threads // 32,
     )  # fmt: skip
     return out.transpose(0, 1)[None]
 
@@ -159,13 +159,14 @@ def _memory(q, addresses, strides, row, head, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _split_begin(split, SHORT: tl.constexpr, SHORTS: tl.constexpr, LONG: tl.constexpr):
-    return tl.minimum(split, SHORTS) * SHORT + tl.maximum(split - SHORTS, 0) * LONG
+def _split_begin(split):
+    return tl.minimum(split, SHORT_SPLITS) * SHORT_SPLIT + tl.maximum(split - SHORT_SPLITS, 0) * LONG_SPLIT
 
 
 @triton.jit
-def _split_of(position, SHORT: tl.constexpr, SHORTS: tl.constexpr, LONG: tl.constexpr):
-    return tl.minimum(position, SHORTS * SHORT) // SHORT + tl.maximum(position - SHORTS * SHORT, 0) // LONG
+def _split_of(position):
+    short: tl.constexpr = SHORT_SPLITS * SHORT_SPLIT
+    return tl.minimum(position, short) // SHORT_SPLIT + tl.maximum(position - short, 0) // LONG_SPLIT
 
 
 @triton.jit
@@ -224,7 +225,6 @@ def _scan(
     q, addresses, strides, tokens, rows, state, sums, q_head, q_token, scale, window, softcap, group, splits, tiles,
     jobs, MERGING: tl.constexpr, DIM: tl.constexpr, OUT_DIM: tl.constexpr, WIDE: tl.constexpr, OUT_WIDE: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, GPU_BLOCK_TOKENS: tl.constexpr,
-    SHORT: tl.constexpr, SHORTS: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
     """Scan a tile of queries over splits of the keys stored in sequence order. Without ``MERGING``, a program runs some
     splits and stores each one's state; with it, all, and stores two states per query: complete splits, and the rest."""
@@ -249,10 +249,10 @@ def _scan(
         keys, values, k_row, v_row = _memory(q, addresses, strides, row, head, ALIGNED)
         place = (tile * tl.num_programs(1) + head) * splits
         top, total, out = _nothing(TILE, OUT_WIDE)
-        skipped = _split_of(earliest, SHORT, SHORTS, LONG)
-        count_of_splits = _split_of(last - 1, SHORT, SHORTS, LONG) + 1
+        skipped = _split_of(earliest)
+        count_of_splits = _split_of(last - 1) + 1
         for split in range(skipped + part, count_of_splits, parts):
-            begin, stop = _split_begin(split, SHORT, SHORTS, LONG), _split_begin(split + 1, SHORT, SHORTS, LONG)
+            begin, stop = _split_begin(split), _split_begin(split + 1)
             top2, total2, out2 = _nothing(TILE, OUT_WIDE)
             near = tl.maximum(earliest, begin) // GPU_BLOCK_TOKENS * GPU_BLOCK_TOKENS
             for at in range(near, tl.minimum(stop, last), GPU_BLOCK_TOKENS):
@@ -282,19 +282,18 @@ def _combine(
     width, n, kv_heads, sinks, SINKS: tl.constexpr, y, following, following_bytes, AHEAD: tl.constexpr,
     MERGING: tl.constexpr, DIM: tl.constexpr, OUT_DIM: tl.constexpr, WIDE: tl.constexpr, OUT_WIDE: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIGNED: tl.constexpr, TILE: tl.constexpr, GPU_BLOCK_TOKENS: tl.constexpr,
-    GPU_COMBINE_QUERIES: tl.constexpr, LANES: tl.constexpr, GPU_COMBINE_SPLITS: tl.constexpr, THREADS: tl.constexpr,
-    SHORT: tl.constexpr, SHORTS: tl.constexpr, LONG: tl.constexpr,
+    LANES: tl.constexpr, GPU_COMBINE_SPLITS: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """Combine ``OUT_WIDE`` columns of one token's heads in a group: its splits, its own keys, and the division.
     ``TILE`` is the scan's. Splits are merged for ``LANES`` queries, with maxima and sums loaded once per output number,
-    so that threads exchange nothing; the rest runs over ``GPU_COMBINE_QUERIES``, a tensor core's minimum."""
+    so that threads exchange nothing; the rest runs over ``QUERIES``, a tensor core's minimum, filled by repetition."""
     token = tl.program_id(0).to(tl.int64)
     if AHEAD and token >= n:
         number = ((token - n) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + tl.program_id(2)
         prefetch(following, following_bytes, number, THREADS)
         return
     head, first = tl.program_id(1) % kv_heads, tl.program_id(2) * OUT_WIDE
-    begin = tl.program_id(1) // kv_heads * GPU_COMBINE_QUERIES
+    begin = tl.program_id(1) // kv_heads * QUERIES
     merged = begin + tl.arange(0, LANES)
     there = merged < group
     row, position = tl.load(tokens + token * 4), tl.load(tokens + token * 4 + 2)
@@ -309,9 +308,9 @@ def _combine(
     tops = tl.full((LANES, OUT_WIDE), -3e38, tl.float32)
     totals = tl.zeros((LANES, OUT_WIDE), tl.float32)
     outs = totals
-    whole = _split_of(base, SHORT, SHORTS, LONG)
-    partial = there & (merged * 0 + base > tl.maximum(_split_begin(whole, SHORT, SHORTS, LONG), start))
-    skipped = _split_of(start, SHORT, SHORTS, LONG)
+    whole = _split_of(base)
+    partial = there & (merged * 0 + base > tl.maximum(_split_begin(whole), start))
+    skipped = _split_of(start)
     after = whole
     if MERGING:
         skipped, whole, after = 0, (skipped < whole).to(tl.int64), 1
@@ -330,12 +329,12 @@ def _combine(
             highest = tl.maximum(tops, top2)
             one, two = tl.exp2(tops - highest), tl.exp2(top2 - highest)
             tops, totals, outs = highest, totals * one + total2 * two, outs * one + out2 * two
-    top, total, out = _repeated(tops, totals, outs, GPU_COMBINE_QUERIES)
+    top, total, out = _repeated(tops, totals, outs)
     here = partial[:, None] & numbers
     tops, totals, outs = _kept(state, sums, (place + after)[:, None], lane, here, dv[None, :], OUT_DIM, TILE)
-    top2, total2, out2 = _repeated(tops, totals, outs, GPU_COMBINE_QUERIES)
-    copy = tl.arange(0, GPU_COMBINE_QUERIES)
-    member = begin + copy // (GPU_COMBINE_QUERIES // LANES)
+    top2, total2, out2 = _repeated(tops, totals, outs)
+    copy = tl.arange(0, QUERIES)
+    member = begin + copy // (QUERIES // LANES)
     real = member < group
     if base <= position:
         d = tl.arange(0, WIDE)
@@ -345,9 +344,9 @@ def _combine(
         )  # fmt: skip
         keys, values, k_row, v_row = _memory(q, addresses, strides, row, head, ALIGNED)
         for at in range(base, position + 1, GPU_BLOCK_TOKENS):
-            if (at == _split_begin(_split_of(at, SHORT, SHORTS, LONG), SHORT, SHORTS, LONG)) & (at > base):
+            if (at == _split_begin(_split_of(at))) & (at > base):
                 top, total, out = _merge(top, total, out, top2, total2, out2)
-                top2, total2, out2 = _nothing(GPU_COMBINE_QUERIES, OUT_WIDE)
+                top2, total2, out2 = _nothing(QUERIES, OUT_WIDE)
             places = at + tl.arange(0, GPU_BLOCK_TOKENS)
             inside = places <= position
             slots = tl.load(own + token * width + places - base, inside, 0).to(tl.int64)
@@ -359,23 +358,23 @@ def _combine(
     top, total, out = _merge(top, total, out, top2, total2, out2)
     if SINKS:
         sink = tl.load(sinks + head * group + member, real, 0.0) * 1.4426950408889634
-        one = tl.full((GPU_COMBINE_QUERIES,), 1.0, tl.float32)
+        one = tl.full((QUERIES,), 1.0, tl.float32)
         top, total, out = _merge(top, total, out, sink, one, out * 0.0)
     to = y + (token * kv_heads * group + head * group + member)[:, None] * OUT_DIM + dv[None, :]
     divided = out / tl.where(total > 0, total, 1.0)[:, None]
-    stored = real & (copy % (GPU_COMBINE_QUERIES // LANES) == 0)
+    stored = real & (copy % (QUERIES // LANES) == 0)
     tl.store(to, divided.to(y.dtype.element_ty), stored[:, None] & numbers)
 
 
 @triton.jit
-def _repeated(tops, totals, outs, QUERIES: tl.constexpr):
+def _repeated(tops, totals, outs):
     """Repeat a state ``[lanes, numbers]`` to ``QUERIES`` lanes; maxima and sums become ``[QUERIES]``."""
-    top, total = _stretched(tops, QUERIES), _stretched(totals, QUERIES)
-    return tl.max(top, 1), tl.max(total, 1), _stretched(outs, QUERIES)
+    top, total = _stretched(tops), _stretched(totals)
+    return tl.max(top, 1), tl.max(total, 1), _stretched(outs)
 
 
 @triton.jit
-def _stretched(x, QUERIES: tl.constexpr):
+def _stretched(x):
     lanes: tl.constexpr = x.shape[0]
     wide: tl.constexpr = x.shape[1]
     return tl.reshape(tl.broadcast_to(x[:, None, :], (lanes, QUERIES // lanes, wide)), (QUERIES, wide))

@@ -14,14 +14,14 @@ def gather_chunks(
     the device or in pinned host memory; ``head`` and ``chunk``, int64 ``[n]``, on the device."""
     dim = rows.shape[3]
     found = torch.empty(len(head), size, dim, dtype=rows.dtype, device=device)
-    if len(head):
+    if found.numel():
         _gather[(len(head), size)](
             rows.data_ptr(), *rows.stride()[1:3], head, chunk, found, size, dim, triton.next_power_of_2(dim)
         )
     return found
 
 
-@triton.jit(do_not_specialize=["address", "head_stride", "row_stride"])
+@triton.jit(do_not_specialize=["address", "head_stride", "row_stride", "size"])
 def _gather(address, head_stride, row_stride, head, chunk, found, size, DIM: tl.constexpr, WIDE: tl.constexpr):
     number, row = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, WIDE)

@@ -14,13 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
-OUTPUTS = 64
-STEP = 64
-GPU_LINEAR_COLUMNS = 1024
+OUTPUTS, STEP = tl.constexpr(64), tl.constexpr(64)
+GPU_LINEAR_COLUMNS = tl.constexpr(1024)
 """Columns per piece. Llama-2-7B's narrowest matrix is then cut into 256 programs, for some 130 processors."""
-GPU_LINEAR_ROWS = 1024
+GPU_LINEAR_ROWS = tl.constexpr(1024)
 """Outputs per program that adds up pieces."""
-GPU_MEAN_COLUMNS = 1024
+GPU_MEAN_COLUMNS = tl.constexpr(1024)
 """Numbers of a mean that a program reads at once."""
 GPU_LINEAR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -58,31 +57,27 @@ def product(
     y = rows.new_empty(len(rows), len(weight), dtype=to)
     if len(rows):
         parts = sums(rows, weight)
-        _total[(triton.cdiv(y.numel(), GPU_LINEAR_ROWS),)](
-            parts, weight if bias is None else bias, y, y.numel(), len(weight), len(parts), bias is not None,
-            GPU_LINEAR_ROWS,
-        )  # fmt: skip
+        _total[(triton.cdiv(y.numel(), GPU_LINEAR_ROWS.value),)](
+            parts, weight if bias is None else bias, y, y.numel(), len(weight), len(parts), bias is not None
+        )
     return y.view(*x.shape[:-1], len(weight))
 
 
 def sums(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Compute the parts of ``x @ weight.T`` for x ``[n, K]``, to be added in order: float32 ``[parts, n, O]``."""
     n, (outs, columns) = len(x), weight.shape
-    tile, pieces = tile_of(n), triton.cdiv(columns, GPU_LINEAR_COLUMNS)
+    tile, pieces = tile_of(n), triton.cdiv(columns, GPU_LINEAR_COLUMNS.value)
     alone = n <= LINEAR_TILES[-1].tokens
     parts = x.new_empty(pieces if alone else 1, n, outs, dtype=torch.float32)
-    _sums[(triton.cdiv(n, tile.tokens), triton.cdiv(outs, OUTPUTS), len(parts))](
-        x, weight, parts, n, outs, columns, *x.stride(), *weight.stride(), alone, tile.tokens, OUTPUTS, STEP,
-        GPU_LINEAR_COLUMNS, enable_fp_fusion=False, num_warps=tile.warps, num_stages=4 if x.element_size() == 2 else 2,
+    _sums[(triton.cdiv(n, tile.tokens), triton.cdiv(outs, OUTPUTS.value), len(parts))](
+        x, weight, parts, n, outs, columns, *x.stride(), *weight.stride(), alone, tile.tokens,
+        enable_fp_fusion=False, num_warps=tile.warps, num_stages=4 if x.element_size() == 2 else 2,
     )  # fmt: skip
     return parts
 
 
 @triton.jit(do_not_specialize=["n"])
-def _sums(
-    x, w, y, n, outs, columns, x_row, x_column, w_row, w_column, ALONE: tl.constexpr, TOKENS: tl.constexpr,
-    OUTPUTS: tl.constexpr, STEP: tl.constexpr, GPU_LINEAR_COLUMNS: tl.constexpr,
-):  # fmt: skip
+def _sums(x, w, y, n, outs, columns, x_row, x_column, w_row, w_column, ALONE: tl.constexpr, TOKENS: tl.constexpr):
     """Sum one piece, or all of them, for a tile."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     out = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -90,21 +85,17 @@ def _sums(
     place = (piece.to(tl.int64) * n + token[:, None]) * outs + out[None, :]
     here = (token < n)[:, None] & (out < outs)[None, :]
     if ALONE:
-        total = _piece(x, w, token, out, n, outs, columns, x_row, x_column, w_row, w_column,
-                       piece * GPU_LINEAR_COLUMNS, TOKENS, OUTPUTS, STEP, GPU_LINEAR_COLUMNS)  # fmt: skip
+        first = piece * GPU_LINEAR_COLUMNS
+        total = _piece(x, w, token, out, n, outs, columns, x_row, x_column, w_row, w_column, first, TOKENS)
     else:
         total = tl.zeros((TOKENS, OUTPUTS), tl.float32)
         for at in range(0, columns, GPU_LINEAR_COLUMNS):
-            total += _piece(x, w, token, out, n, outs, columns, x_row, x_column, w_row, w_column, at, TOKENS, OUTPUTS,
-                            STEP, GPU_LINEAR_COLUMNS)  # fmt: skip
+            total += _piece(x, w, token, out, n, outs, columns, x_row, x_column, w_row, w_column, at, TOKENS)
     tl.store(y + place, total, here)
 
 
 @triton.jit
-def _piece(
-    x, w, token, out, n, outs, columns, x_row, x_column, w_row, w_column, first,
-    TOKENS: tl.constexpr, OUTPUTS: tl.constexpr, STEP: tl.constexpr, GPU_LINEAR_COLUMNS: tl.constexpr,
-):  # fmt: skip
+def _piece(x, w, token, out, n, outs, columns, x_row, x_column, w_row, w_column, first, TOKENS: tl.constexpr):
     total = tl.zeros((TOKENS, OUTPUTS), tl.float32)
     for at in range(first, min(first + GPU_LINEAR_COLUMNS, columns), STEP):
         column = at + tl.arange(0, STEP)
@@ -118,7 +109,7 @@ def _piece(
 
 
 @triton.jit(do_not_specialize=["size", "pieces"])
-def _total(parts, bias, y, size, outs, pieces, BIAS: tl.constexpr, GPU_LINEAR_ROWS: tl.constexpr):
+def _total(parts, bias, y, size, outs, pieces, BIAS: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * GPU_LINEAR_ROWS + tl.arange(0, GPU_LINEAR_ROWS)
     inside = at < size
     total = tl.zeros((GPU_LINEAR_ROWS,), tl.float32)
@@ -140,12 +131,12 @@ def mean(x: torch.Tensor, keep: bool) -> torch.Tensor:
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     found = rows.new_empty(len(rows))
     if len(rows):
-        _mean[(len(rows),)](rows, found, rows.stride(0), rows.shape[1], GPU_MEAN_COLUMNS, enable_fp_fusion=False)
+        _mean[(len(rows),)](rows, found, rows.stride(0), rows.shape[1], enable_fp_fusion=False)
     return found.view(*x.shape[:-1], 1) if keep else found.view(x.shape[:-1])
 
 
 @triton.jit
-def _mean(x, y, row, columns, GPU_MEAN_COLUMNS: tl.constexpr):
+def _mean(x, y, row, columns):
     total = tl.zeros((GPU_MEAN_COLUMNS,), tl.float32)
     here = x + tl.program_id(0).to(tl.int64) * row
     for at in range(0, columns, GPU_MEAN_COLUMNS):

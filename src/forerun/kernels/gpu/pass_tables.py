@@ -37,9 +37,10 @@ SCAN_PROGRAMS_PER_PROCESSOR = 8
 leaves little idle; many more would repeat loads. To try: 2 and 4 (``benchmarks gpu``, part ``choices``)."""
 RECORDED_OWN_KEYS = 128
 """Maximum keys that only one token of a recorded pass sees: a block's, and a draft's of 64 tokens."""
-ROW_CUT_INTEGERS = 9
-"""Integers per row of ``cuts``: four of ``JoinedBlocks``, the longest scan's end, tiles, splits, two of ``Noise``."""
-WRITTEN = ("ids", "positions", "wanted", "noise", "tokens", "own", "rows", "tiles", "jobs")
+ROW_CUT_INTEGERS = 7
+"""Integers per row of ``cuts``: four of ``JoinedBlocks``, the longest scan's end, tiles, splits."""
+WRITTEN = ("ids", "positions", "wanted", "tokens", "own", "rows", "tiles", "jobs")
+NO_GPU_NOISE = np.zeros((0, 2), np.int64)
 TABLE_ALIGNMENT = 16
 """Alignment of tables and rows in bytes: Triton compiles another kernel for unaligned pointers."""
 
@@ -119,7 +120,7 @@ class PassTables:
     ids: torch.Tensor
     positions: torch.Tensor
     wanted: torch.Tensor
-    noise: torch.Tensor  # of each wanted token's choice, ``[wanted, 2]``; see ``Noise``
+    noise: torch.Tensor  # of each wanted token's choice, ``[wanted, 2]``; see ``Block``
     addresses: torch.Tensor  # of keys and values, ``[layers, R, 2]``
     strides: torch.Tensor  # between heads and between tokens, of keys and of values, ``[layers, R, 4]``
     tokens: torch.Tensor  # each token's row, slot in the row's memory, position, and end of its scan, ``[n, 4]``
@@ -138,6 +139,7 @@ class PassTables:
         tables["addresses"][:, : size.rows] = batch.addresses
         tables["strides"][:, : size.rows] = batch.strides
         _write(batch.cuts, batch.parents, batch.ids, size.tile, self.sizes.merging, *(tables[name] for name in WRITTEN))
+        tables["noise"][: len(batch.noise)] = batch.noise
         if spare is not None:
             tables["addresses"][:, size.rows] = spare[0].data_ptr(), spare[1].data_ptr()
             tables["tokens"][size.tokens :] = size.rows, 0, -1, 0
@@ -167,13 +169,15 @@ class PassDescription:
     ) -> None:  # fmt: skip
         self.addresses, self.strides, self.group = addresses, strides, group
         self.aligned = are_aligned(addresses, strides) if aligned is None else aligned
+        sampled = any(block.noise is not None for block in blocks)
+        self.noise = np.concatenate(list(map(_noise, blocks))) if sampled else NO_GPU_NOISE
         self.cuts, self.ids, self.parents = JoinedBlocks.of(blocks, ROW_CUT_INTEGERS, places, positions)
         longest, own, furthest = _measure(self.cuts, self.parents)
         small = _next_power(longest, 2) * group <= GPU_COMBINE_QUERIES  # rounded: one tile per recorded size
         tile = GPU_COMBINE_QUERIES if small else GPU_TILE_QUERIES
         tiles = 0
-        for cut, block in zip(self.cuts, blocks, strict=True):
-            cut[5:] = -(-int(cut[1]) * group // tile), splits_of(int(cut[4])), *block.noise
+        for cut in self.cuts:
+            cut[5:] = -(-int(cut[1]) * group // tile), splits_of(int(cut[4]))
             tiles += int(cut[5])
         self.sizes = TableSizes(
             len(addresses), len(blocks), len(self.ids), tiles, tile, own + own % 2, len(blocks) + len(self.parents),
@@ -185,6 +189,10 @@ class PassDescription:
         other = copy.copy(self)
         other.addresses, other.strides, other.aligned = addresses, strides, are_aligned(addresses, strides)
         return other
+
+
+def _noise(block: Block) -> IntArray:
+    return np.zeros((block.nodes + 1, 2), np.int64) if block.noise is None else block.noise
 
 
 def are_aligned(addresses: IntArray, strides: IntArray) -> bool:
@@ -243,7 +251,7 @@ def _measure(cuts: IntArray, parents: IntArray) -> tuple[int, int, int]:
 @compiled
 def _write(
     cuts: IntArray, parents: IntArray, given: IntArray, tile: int, merging: bool, ids: IntArray, positions: IntArray,
-    wanted: IntArray, noise: IntArray, tokens: IntArray, own: IntArray, rows: IntArray, tiles: IntArray, jobs: IntArray,
+    wanted: IntArray, tokens: IntArray, own: IntArray, rows: IntArray, tiles: IntArray, jobs: IntArray,
 ) -> None:  # fmt: skip
     token, node, output, first = 0, 0, 0, 0
     for i in range(len(given)):
@@ -264,7 +272,6 @@ def _write(
                 _write_own(parents[node : node + nodes], i - pending, base, end, own[at, : end - base + depth])
         for i in range(nodes + 1):
             wanted[output + i] = token + pending - 1 + i
-        noise[output, 0], noise[output, 1] = cuts[row, 7], cuts[row, 8]
         rows[row, 0], rows[row, 1], rows[row, 2] = token, count, first
         for number in range(cuts[row, 5]):
             tiles[first + number, 0], tiles[first + number, 1] = row, number

@@ -28,6 +28,11 @@ class Ahead(NamedTuple):
     bytes: int
     programs: int
 
+    @property
+    def arguments(self) -> tuple[torch.Tensor, int, bool]:
+        """What kernels need: weights, bytes, and whether there are any."""
+        return self.weights, self.bytes, self.programs > 0
+
     @classmethod
     def of(cls, weights: torch.Tensor | None, other: torch.Tensor) -> Ahead:
         """Prefetch these weights; nothing on other GPUs and in the interpreter, with ``other`` as the pointer."""

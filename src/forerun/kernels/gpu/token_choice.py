@@ -17,7 +17,7 @@ CHOICE_TOKENS = 1024
 
 
 def choose(logits: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Return each row's token, int64 ``[n]``, given logits ``[n, V]`` and noise, int64 ``[n, 2]`` (``Noise``): the
+    """Return each row's token, int64 ``[n]``, given logits ``[n, V]`` and noise, int64 ``[n, 2]`` (``Sampler.noise``): the
     first of the best, 0 if none is above minus infinity."""
     n, size = logits.shape
     blocks = triton.cdiv(size, CHOICE_TOKENS)

@@ -130,7 +130,7 @@ class CompiledScorer(Scorer):
                 if keeps:
                     queries = _queries(decoder, compiled.qkv[layer % len(compiled.qkv)], piece.packed.counts)
                     for row, each, block in zip(piece.rows, queries, piece.packed.blocks, strict=True):
-                        caches[row].record_queries(layer, each[None], block)
+                        caches[row].record_queries([layer], each[None], block)
             for cache, count in zip(caches, counts, strict=True):
                 cache.write_back(layer, count)
         found: dict[int, torch.Tensor] = {}
@@ -188,8 +188,7 @@ class CompiledScorer(Scorer):
                 full.begin_pass(specs)
                 if kept and self.keeps_queries(block, full):
                     (queries,) = _queries(decoder, compiled.qkv[:, first : first + count], [count])
-                    for layer, each in zip(decoder.attending, queries, strict=True):
-                        full.record_queries(layer, each[None], block)
+                    full.record_queries(decoder.attending, queries, block)
             first += count
 
 

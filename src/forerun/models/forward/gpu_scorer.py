@@ -10,6 +10,7 @@ depend on the chunk's length and place. All prompts are cut at the same places, 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -48,10 +49,18 @@ PROGRAM_ATTRIBUTE = "_forerun_gpu"
 
 
 class LayerQueries(NamedTuple):
-    """Each layer's queries ``[1, H, n, d]`` and attention parameters in a pass."""
+    """Queries in a pass, ``[layers, H, n, d]`` of the layers that have one shape; each layer's attention parameters."""
 
-    queries: dict[int, torch.Tensor]
+    queries: dict[tuple[int, ...], torch.Tensor]
     specs: dict[int, AttentionSpec]
+
+    def joined(self) -> LayerQueries:
+        """Join queries of one shape, so that few operations copy them."""
+        layers = defaultdict[torch.Size, list[int]](list)
+        for (layer,), q in self.queries.items():
+            layers[q.shape].append(layer)
+        queries = {tuple(own): torch.cat([self.queries[layer,] for layer in own]) for own in layers.values()}
+        return self._replace(queries=queries)
 
 
 class TableLayers(NamedTuple):
@@ -182,7 +191,7 @@ class GpuProgram:
         else:
             rows = TabledPass(places, tables, attention, away.fetch)
             result = self._plain._forward(places.ids, places.positions, rows, places.wanted, states_of)
-        return result._replace(best=token_choice.choose(result.logits, places.noise)), layers
+        return _chosen(result, places), layers.joined()
 
 
 class Transfers(NamedTuple):
@@ -253,25 +262,17 @@ class GpuScorer(Scorer):
         if not any(chunks):
             return self._score_together(tables, rows, layers)
         others = [row for row, chunk in zip(rows, chunks, strict=True) if not chunk]
-        together = iter(self._by_row(tables, others, layers))
+        found = self._score_together(tables, others, layers).by_row([row[0] for row in others]) if others else []
+        together = iter(found)
         parts = [
             self._read_chunk(tables, row, layers) if chunk else next(together)
             for row, chunk in zip(rows, chunks, strict=True)
         ]
-        states = [part.states for part in parts if part.states is not None]
-        return PassResult(torch.cat([part.logits for part in parts]), torch.cat(states) if states else None)
+        logits, states, best = ([t for part in parts if (t := part[place]) is not None] for place in range(3))
+        return PassResult(torch.cat(logits), torch.cat(states) if states else None, torch.cat(best))
 
     def _reads_chunk(self, block: Block, cache: Cache) -> bool:
         return block.whole_chunk and len(block) == self.prompt_chunk and cache.full is not None
-
-    def _by_row(self, tables: TableLayers, rows: Sequence[_Row], layers: tuple[int, ...]) -> list[PassResult]:
-        if not rows:
-            return []
-        logits, states, _ = self._score_together(tables, rows, layers)
-        each = torch.split(logits, [len(block.tree) + 1 for block, _, _ in rows])
-        if states is None:
-            return [PassResult(own, None) for own in each]
-        return list(map(PassResult, each, torch.split(states, [len(block) for block, _, _ in rows])))
 
     def _read_chunk(self, tables: TableLayers, row: _Row, states_of: tuple[int, ...]) -> PassResult:
         block, cache, _ = row
@@ -285,7 +286,7 @@ class GpuScorer(Scorer):
         places = PassTables.of(self._description(tables, [row]), self.device)
         result = decoder.run(places, attention, away.fetch, states_of, library_product)
         self._hand_over_queries(layers, [row])
-        return result
+        return _chosen(result, places)
 
     def _score_together(self, tables: TableLayers, rows: Sequence[_Row], states_of: tuple[int, ...]) -> PassResult:
         kept = any(self.keeps_queries(block, cache) for block, cache, _ in rows), states_of
@@ -313,8 +314,8 @@ class GpuScorer(Scorer):
             if (full := cache.full) is not None:
                 full.begin_pass(layers.specs)
                 if layers.queries and self.keeps_queries(block, full):
-                    for layer, queries in layers.queries.items():
-                        full.record_queries(layer, queries[:, :, first:last], block)
+                    for own, queries in layers.queries.items():
+                        full.record_queries(own, queries[:, :, first:last], block)
             first = last
 
 
@@ -348,13 +349,17 @@ def _recording(layers: LayerQueries, keeps: bool, away: Transfers, attention: At
         layer: int, q: torch.Tensor, kv_heads: int, places: PassTables, spec: AttentionSpec, **more: Any
     ) -> torch.Tensor:
         if keeps:
-            layers.queries[layer] = q
+            layers.queries[layer,] = q
         layers.specs[layer] = spec
         found = attention(layer, q, kv_heads, places, spec, **more)
         away.write_back(layer)
         return found
 
     return recorded
+
+
+def _chosen(result: PassResult, places: PassTables) -> PassResult:
+    return result._replace(best=token_choice.choose(result.logits, places.noise))
 
 
 def _ids(blocks: Sequence[Block]) -> torch.Tensor | None:

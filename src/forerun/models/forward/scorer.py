@@ -207,6 +207,15 @@ class PassResult(NamedTuple):
     states: torch.Tensor | None
     best: torch.Tensor | None = None
 
+    def by_row(self, blocks: Sequence[Block]) -> list[RowScores]:
+        """Return each row's part, given the pass's blocks."""
+        if len(blocks) == 1:
+            return [RowScores(*self)]
+        wanted, counts = [len(block.tree) + 1 for block in blocks], [len(block) for block in blocks]
+        parts = zip(self, (wanted, counts, wanted), strict=True)
+        split = [[None] * len(blocks) if part is None else torch.split(part, sizes) for part, sizes in parts]
+        return list(map(RowScores, *split))
+
 
 class Scorer:
     """A model that ``gate`` admits, scoring blocks of tokens over caches that come with each call."""
@@ -328,13 +337,7 @@ class Scorer:
         ``states_of``: layers whose hidden states are returned, as indices of transformers' ``hidden_states``: 0 for the
         embeddings, i for the output of layer i; the last one is after the final norm.
         """
-        logits, states, best = self._pass(blocks, caches, tuple(states_of))
-        if len(blocks) == 1:
-            return [RowScores(logits, states, best)]
-        wanted, counts = [len(block.tree) + 1 for block in blocks], [len(block) for block in blocks]
-        parts = ((logits, wanted), (states, counts), (best, wanted))
-        split = [[None] * len(blocks) if part is None else torch.split(part, sizes) for part, sizes in parts]
-        return list(map(RowScores, *split))
+        return self._pass(blocks, caches, tuple(states_of)).by_row(blocks)
 
     def _pass(self, blocks: Sequence[Block], caches: Sequence[Cache], layers: tuple[int, ...]) -> PassResult:
         ids = torch.from_numpy(np.concatenate([block.tokens for block in blocks]))

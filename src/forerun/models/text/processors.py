@@ -54,11 +54,12 @@ STATELESS = frozenset(
 ) | {"ExponentialDecayLengthPenalty", "InfNanRemoveLogitsProcessor", "LogitNormalization"}  # fmt: skip
 """transformers' classes whose result depends on ids and scores only; its watermark seeds itself from ids."""
 ROWWISE = frozenset(
-    f"{name}LogitsWarper" for name in ("Epsilon", "MinP", "Temperature", "TopK", "TopP", "Typical")
+    f"{name}LogitsWarper" for name in ("Epsilon", "MinP", "Temperature", "TopK", "TopP")
 ) | {"InfNanRemoveLogitsProcessor", "LogitNormalization", "SuppressTokensLogitsProcessor"}  # fmt: skip
-"""Processors that ignore ids, process scores of many rows, and read no value back from their device."""
-NAMELESS = ROWWISE - {"SuppressTokensLogitsProcessor"}
-"""Those of them that treat all tokens alike."""
+"""Processors that ignore ids, process each of many rows as if alone, and read no value back from their device. Not
+typical sampling: its sums on CUDA have an order that depends on the number of rows."""
+NAMELESS = (ROWWISE | {"TypicalLogitsWarper"}) - {"SuppressTokensLogitsProcessor"}
+"""Processors of scores alone that treat all tokens alike."""
 ANYWHERE = NAMELESS | {
     "NoRepeatNGramLogitsProcessor", "RepetitionPenaltyLogitsProcessor", "TopHLogitsWarper"
 }  # fmt: skip
