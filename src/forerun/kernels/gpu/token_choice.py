@@ -17,8 +17,8 @@ CHOICE_TOKENS = 1024
 
 
 def choose(logits: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """Return each row's token, int64 ``[n]``, given logits ``[n, V]`` and noise, int64 ``[n, 2]`` (``Sampler.noise``): the
-    first of the best, 0 if none is above minus infinity."""
+    """Return each row's token, int64 ``[n]``, given logits ``[n, V]`` and noise (``Sampler.noise``): the first of the
+    best, 0 if none is above minus infinity."""
     n, size = logits.shape
     blocks = triton.cdiv(size, CHOICE_TOKENS)
     best = logits.new_empty(n, blocks, dtype=torch.float64)
