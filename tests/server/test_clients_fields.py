@@ -17,13 +17,11 @@ from support.live_server import (
     Json,
     LiveServer,
     PausableEngine,
-    bundled_engine,
     error_of,
     events_of,
     serving,
     streamed,
     text_of,
-    until,
 )
 
 from forerun.engine.engine import Engine
@@ -52,12 +50,7 @@ FORM = MessageFormat(HERMES, None, None, {}, {})
 ADD: Json = {"type": "function", "function": {"name": "add"}}
 
 
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    return bundled_engine(QWEN)
-
-
-server = serving(drafter="trie", max_tokens=256)
+engine, server = serving(QWEN, drafter="trie", max_tokens=256)
 
 
 @pytest.fixture(scope="module")
@@ -432,7 +425,7 @@ def test_drafts_are_told_in_vllms_words(server):
     assert sum(place * count for place, count in enumerate(histogram)) == own["accepted"]
     last = streamed(server, {**body, "stream_options": {"include_usage": True}})[-1]
     assert set(last["metrics"]["speculative_decoding"]) == set(figures)
-    until(lambda: not server.scheduler.busy)
+    server.wait_idle()
 
 
 USAGE = {

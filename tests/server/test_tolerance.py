@@ -11,7 +11,6 @@ import pytest
 from support.chat_models import QWEN, TOOLS
 from support.live_server import Json, LiveServer, bundled_engine, error_of, events_of, serving, streamed
 
-from forerun.engine.engine import Engine
 from forerun.server.chat_schema import ChatRequest
 from forerun.server.schema import CompletionRequest
 from forerun.server.tolerance import HINTS, NEUTRAL, Notes, is_neutral
@@ -134,12 +133,7 @@ ROWS: list[tuple[str, Json]] = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    return bundled_engine(QWEN)
-
-
-server = serving(max_tokens=64)
+engine, server = serving(QWEN, max_tokens=64)
 
 
 def rendered(server: LiveServer, messages: list[Json], **more: Any) -> str:
