@@ -2,7 +2,6 @@
 
 import json
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -62,9 +61,8 @@ def prompt_told(server: LiveServer, body: Json) -> Json:
 
 
 def test_a_trace_says_what_broke_the_prefix():
-    server = LiveServer(bundled_engine(prefix_cache=1 << 26), SchedulerLimits(1 << 30))
     traced = {"forerun": {"trace": True}}
-    try:
+    with LiveServer(bundled_engine(prefix_cache=1 << 26)) as server:
         first = prompt_told(server, chat(**traced))
         assert first["cached"] == 0 and "differs_at" not in first  # there was nothing to leave
         again = prompt_told(server, chat(**traced))
@@ -78,8 +76,6 @@ def test_a_trace_says_what_broke_the_prefix():
         assert again["tokens"] <= answered["differs_at"] and answered["given"].lstrip().startswith("I did.")
         mine = chat(messages=[changed, ASKED], forerun={"trace": True, "namespace": "somebody"})
         assert "kept" not in prompt_told(server, mine)  # another namespace's text is nobody else's
-    finally:
-        server.close()
 
 
 def test_a_hybrid_reads_the_end_alone_where_the_end_was_changed():
@@ -110,16 +106,14 @@ def test_a_hybrid_reads_the_end_alone_where_the_end_was_changed():
 
 def test_turns_are_where_a_template_s_marks_stand(monkeypatch):
     engine = bundled_engine("{% for m in messages %}<|endoftext|>{{ m.role }}: {{ m.content }}\n{% endfor %}")
-    seen: list[Any] = []
-    requests: Callable[..., Any] = engine.requests
+    seen, requests = list[Any](), engine.requests
 
     def noted(*given: Any, **more: Any) -> Any:
-        made = requests(*given, **more)
-        seen.extend(made)
+        seen.extend(made := requests(*given, **more))
         return made
 
     monkeypatch.setattr(engine, "requests", noted)
-    with LiveServer(engine, SchedulerLimits(1 << 30)) as server:
+    with LiveServer(engine) as server:
         cached(server, chat(tools=None))
     (request,) = seen
     marks = [place for place, token in enumerate(request.prompt.tolist()) if token in engine.tokenizer.all_special_ids]

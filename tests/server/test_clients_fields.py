@@ -17,12 +17,11 @@ from support.live_server import (
     Json,
     LiveServer,
     PausableEngine,
-    bundled_engine,
     error_of,
+    events_of,
     serving,
     streamed,
     text_of,
-    until,
 )
 
 from forerun.engine.engine import Engine
@@ -51,20 +50,12 @@ FORM = MessageFormat(HERMES, None, None, {}, {})
 ADD: Json = {"type": "function", "function": {"name": "add"}}
 
 
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    return bundled_engine(QWEN)
-
-
-server = serving(drafter="trie", max_tokens=256)
+engine, server = serving(QWEN, drafter="trie", max_tokens=256)
 
 
 @pytest.fixture(scope="module")
 def client(server: LiveServer) -> openai.OpenAI:
     return server.client()
-
-
-# --- tools
 
 
 def test_a_required_call_follows_its_schema_and_costs_few_steps(client):
@@ -97,16 +88,13 @@ def test_calls_are_the_same_with_drafts_without_and_in_a_stream(client, options)
     assert [tuple(call) for call in calls] == wanted and finish == whole.finish_reason
 
 
-def test_a_named_tool_is_the_one_that_is_called(client):
-    choice = client.chat.completions.create(**CHAT, tools=TOOLS, tool_choice=ADD).choices[0]
-    (call,) = choice.message.tool_calls or ()
+def test_a_named_tool_is_called_and_without_a_choice_a_model_answers_as_it_likes(client):
+    create = client.chat.completions.create
+    (call,) = create(**CHAT, tools=TOOLS, tool_choice=ADD).choices[0].message.tool_calls or ()
     assert call.function.name == "add" and "a" in json.loads(call.function.arguments)
-
-
-def test_without_a_choice_a_model_answers_as_it_likes(client):
     for choice in ({"tool_choice": "auto"}, {}, {"tool_choice": "none"}):
-        answer = client.chat.completions.create(**{**CHAT, "max_tokens": 8}, tools=TOOLS, **choice)
-        assert answer.choices[0].message.tool_calls is None and answer.choices[0].message.content
+        message = create(**{**CHAT, "max_tokens": 8}, tools=TOOLS, **choice).choices[0].message
+        assert message.tool_calls is None and message.content
 
 
 @pytest.mark.parametrize("tools", [None, TOOLS])
@@ -124,16 +112,10 @@ def test_calls_that_were_made_are_texts_for_a_template_that_knows_none(tools):
 
 
 def test_a_tool_whose_schema_cannot_be_read_is_only_shown(server):
-    tools = [
-        {"type": "function", "function": {"name": "f", "parameters": parameters}}
-        for parameters in ({"properties": ["x"]}, {"$defs": 3}, {"properties": {"x": {"anyOf": {"a": 1}, "$ref": 4}}})
-    ]
-    for tool in tools:
+    for parameters in ({"properties": ["x"]}, {"$defs": 3}, {"properties": {"x": {"anyOf": {"a": 1}, "$ref": 4}}}):
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
         answer = server.post({**CHAT, "tools": [tool], "max_tokens": 4}, "chat/completions")
         assert answer.status_code == 200, answer.text
-
-
-# --- reasoning
 
 
 @pytest.fixture(scope="module")
@@ -173,24 +155,15 @@ def test_a_grammar_begins_after_the_reasoning(thinker):
     assert seen
 
 
-# --- grammars
-
-
 @pytest.mark.parametrize(("response_format", "matches"), [
     ({"type": "regex", "regex": "(yes|no)/[0-9]{3}"}, "(yes|no)/[0-9]{3}"),
     ({"type": "grammar", "grammar": 'start: "a" b b?\nb: "x" | "y" /[0-9]/'}, "a(x|y[0-9]){1,2}"),
 ])  # fmt: skip
-def test_a_regex_and_a_grammar_are_kept_to(client, response_format, matches):
-    for options in ({"temperature": 0}, {"temperature": 1, "seed": 1}, {"temperature": 1, "seed": 2}):
-        fields: Json = {"model": "bundled", "prompt": "Say", "max_tokens": 30, **options}
-        texts = [
-            client.completions.create(**fields, extra_body={"response_format": response_format, **more}).choices[0].text
-            for more in ({}, PLAIN)
-        ]
+def test_a_regex_and_a_grammar_are_kept_to(server, response_format, matches):
+    for options in WAYS:
+        fields: Json = {"prompt": "Say", "max_tokens": 30, "response_format": response_format, **options}
+        texts = [text_of(server.post({**fields, **more})) for more in ({}, PLAIN)]
         assert texts[0] == texts[1] and re.fullmatch(matches, texts[0])
-
-
-# --- fields
 
 
 SAMPLING: list[Json] = [
@@ -200,10 +173,8 @@ SAMPLING: list[Json] = [
 ]  # fmt: skip
 
 
-SAMPLED: list[Json] = [
-    {"model": "bundled", "prompt": "A list: a, b, a, b, a,", "max_tokens": 24, **options}
-    for options in ({"temperature": 0}, {"temperature": 1, "seed": 1}, {"temperature": 1, "seed": 2})
-]
+WAYS = ({"temperature": 0}, {"temperature": 1, "seed": 1}, {"temperature": 1, "seed": 2})
+SAMPLED: list[Json] = [{"prompt": "A list: a, b, a, b, a,", "max_tokens": 24, **options} for options in WAYS]
 
 
 @pytest.fixture(scope="module")
@@ -242,9 +213,6 @@ def test_penalties_are_openais():
     scores, ids = torch.zeros(1, 5), torch.tensor([[4, 4, 1, 2, 2]])
     assert OccurrencePenalties(2, 0.5, 0.25)(ids, scores).tolist() == [[0, -0.75, -1.25, 0, 0]]
     assert scores.eq(0).all()
-
-
-# --- echo, suffix, tokens
 
 
 def test_echo_scores_a_prompt_as_the_model_does(engine, client):
@@ -312,9 +280,6 @@ def test_tokens_and_text_go_both_ways(engine, server):
     error_of(server.http.post("/tokenize", json={"prompt": "x", "model": "other"}), 404)
 
 
-# --- responses
-
-
 RESPONSE: Json = {"model": "bundled", "temperature": 0, "max_output_tokens": 100}
 FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
 
@@ -356,9 +321,8 @@ def test_a_response_takes_the_items_of_an_earlier_one(client):
         {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'},
         {"type": "function_call_output", "call_id": "c1", "output": "2"},
     ]
-    schema = {
-        "type": "json_schema", "name": "n", "schema": {"type": "integer", "maximum": 9, "minimum": 0}, "strict": True,
-    }  # fmt: skip
+    digit = {"type": "integer", "maximum": 9, "minimum": 0}
+    schema: Any = {"type": "json_schema", "name": "n", "schema": digit, "strict": True}
     response = client.responses.create(**RESPONSE, input=items, text={"format": schema}, instructions="Count.")
     assert int(response.output_text) in range(10)
 
@@ -377,11 +341,9 @@ def test_a_chunk_has_one_piece_of_each_call():
 
 
 def test_reasoning_and_the_answer_behind_it_are_one_turn():
-    def text(kind: str, said: str) -> Json:
-        return {"type": kind, "text": said}
-
-    thought: Json = {"type": "reasoning", "summary": [], "content": [text("reasoning_text", "Hm.")]}
-    answer: Json = {"type": "message", "role": "assistant", "content": [text("output_text", "Two.")]}
+    hm, two = ({"type": kind, "text": said} for kind, said in (("reasoning_text", "Hm."), ("output_text", "Two.")))
+    thought: Json = {"type": "reasoning", "summary": [], "content": [hm]}
+    answer: Json = {"type": "message", "role": "assistant", "content": [two]}
     question: Json = {"role": "user", "content": "And 2 + 2?"}
     call: Json = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
     body = ResponsesRequest.model_validate({**RESPONSE, "input": [question, thought, answer, call, answer, question]})
@@ -389,9 +351,6 @@ def test_reasoning_and_the_answer_behind_it_are_one_turn():
     assert [turn["role"] for turn in turns] == ["user", "assistant", "assistant", "user"]
     assert (turns[1]["reasoning_content"], turns[1]["content"]) == ("Hm.", "Two.")
     assert turns[1]["tool_calls"][0]["function"]["name"] == "add" and turns[2]["content"] == "Two."
-
-
-# --- streams and figures
 
 
 def test_a_silent_stream_gets_pings(engine, monkeypatch):
@@ -466,28 +425,25 @@ def test_drafts_are_told_in_vllms_words(server):
     assert sum(place * count for place, count in enumerate(histogram)) == own["accepted"]
     last = streamed(server, {**body, "stream_options": {"include_usage": True}})[-1]
     assert set(last["metrics"]["speculative_decoding"]) == set(figures)
-    until(lambda: not server.scheduler.busy)
+    server.wait_idle()
 
 
-# --- Anthropic's messages
+USAGE = {
+    "prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3, "prompt_tokens_details": {"cached_tokens": 0},
+    "completion_tokens_details": {"reasoning_tokens": 0},
+}  # fmt: skip
+HI = {"model": "bundled", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 24, "temperature": 0}
 
 
 def messages(**more: Any) -> Json:
-    return {
-        "model": "bundled", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 24, "temperature": 0, **more,
-    }  # fmt: skip
-
-
-def events_of(text: str) -> list[Json]:
-    return [json.loads(each.partition("data: ")[2]) for each in text.split("\n\n") if each]
+    return {**HI, **more}
 
 
 def test_a_message_is_the_chats_answer(server):
     chat = server.post(messages(), "chat/completions").json()
     whole = server.post(messages(), "messages").json()
-    assert [(block["type"], block["text"]) for block in whole["content"]] == [
-        ("text", chat["choices"][0]["message"]["content"])
-    ]
+    (block,) = whole["content"]
+    assert (block["type"], block["text"]) == ("text", chat["choices"][0]["message"]["content"])
     assert (whole["type"], whole["role"], whole["stop_reason"]) == ("message", "assistant", "max_tokens")
     usage = whole["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == chat["usage"]["prompt_tokens"]
@@ -506,11 +462,8 @@ def test_a_message_says_which_stop_string_ended_it_and_how_many_tokens_a_request
     whole = server.post(asked, "messages").json()
     assert (whole["stop_reason"], whole["stop_sequence"]) == ("stop_sequence", stop)
     assert whole["content"][0]["text"] == text.partition(stop)[0]
-    (delta,) = [
-        each["delta"]
-        for each in events_of(server.post({**asked, "stream": True}, "messages").text)
-        if each["type"] == "message_delta"
-    ]
+    events = events_of(server.post({**asked, "stream": True}, "messages").text)
+    (delta,) = [each["delta"] for each in events if each["type"] == "message_delta"]
     assert delta == {"stop_reason": "stop_sequence", "stop_sequence": stop}
     del asked["max_tokens"]
     usage = whole["usage"]
@@ -520,11 +473,8 @@ def test_a_message_says_which_stop_string_ended_it_and_how_many_tokens_a_request
 
 
 def test_a_message_calls_a_tool_and_takes_its_result(server):
-    tool = {
-        "name": "weather",
-        "description": "Of a city.",
-        "input_schema": {"properties": {"city": {"enum": ["Paris"]}}, "required": ["city"]},
-    }
+    schema = {"properties": {"city": {"enum": ["Paris"]}}, "required": ["city"]}
+    tool = {"name": "weather", "description": "Of a city.", "input_schema": schema}
     asked = messages(tools=[tool], tool_choice={"type": "tool", "name": "weather"}, max_tokens=200)
     whole = server.post(asked, "messages").json()
     (call,) = [block for block in whole["content"] if block["type"] == "tool_use"]
@@ -541,29 +491,23 @@ def test_a_message_calls_a_tool_and_takes_its_result(server):
 
 
 def test_a_step_that_ends_a_call_and_goes_on_with_text_keeps_them_apart():
-    usage = {
-        "prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3, "prompt_tokens_details": {"cached_tokens": 0},
-        "completion_tokens_details": {"reasoning_tokens": 0},
-    }  # fmt: skip
     response = ResponsesFormat(ResponsesRequest(model="m", input="x"), "1")
     message = MessagesFormat(MessagesRequest(**messages()), "1")
     for form in (response, message):
         form.add(Delta(0, "", calls=[CallDelta(0, '{"a": ', "c0", "f")]))
         form.add(Delta(0, "after", "stop", calls=[CallDelta(0, "1}")]))
-    call, text = json.loads(response.whole(usage, {}))["output"]
+    call, text = json.loads(response.whole(USAGE, {}))["output"]
     assert (call["arguments"], text["content"][0]["text"]) == ('{"a": 1}', "after")
-    call, text = json.loads(message.whole(usage, {}))["content"]
+    call, text = json.loads(message.whole(USAGE, {}))["content"]
     assert (call["input"], text["text"]) == ({"a": 1}, "after")
 
 
-@pytest.mark.parametrize("size", [7, 1000])
-def test_blocks_come_in_the_models_order_however_steps_end(size):
+def test_blocks_come_in_the_models_order_however_steps_end():
     tokenizer = bundled()[1]
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     text = f"First. {call}\nNow I wait. {call} Done."
-    usage = {"prompt_tokens": 1, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 0}}
     found = []
-    for tokens in (1, size):
+    for tokens in (1, 7, 1000):
         parser = MessageParser(tokenizer, FORM, FORM.response_template(True) or {}, "", TOOLS, True)
         row: Any = AnswerRow(*[None] * 3, parser=parser)
         form = MessagesFormat(MessagesRequest(**messages()), "1")
@@ -571,8 +515,8 @@ def test_blocks_come_in_the_models_order_however_steps_end(size):
             for delta in row.step(0, list(text[first : first + tokens])):
                 form.add(delta)
         form.add(Delta(0, "", "stop"))
-        found.append([block.get("text", block.get("input")) for block in json.loads(form.whole(usage, {}))["content"]])
-    assert found[0] == found[1] == ["First.", {"a": 1}, "\nNow I wait.", {"a": 1}, "\nDone."]
+        found.append([block.get("text", block.get("input")) for block in json.loads(form.whole(USAGE, {}))["content"]])
+    assert found == [["First.", {"a": 1}, "\nNow I wait.", {"a": 1}, "\nDone."]] * 3
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from http.client import HTTPResponse
 from typing import Any
 
 import openai
@@ -19,6 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from support.chat_models import json_schema
 from support.live_server import (
     ASKED,
     PATIENCE,
@@ -26,7 +28,6 @@ from support.live_server import (
     Json,
     LiveServer,
     PausableEngine,
-    bundled_engine,
     error_of,
     serving,
     tasks,
@@ -50,13 +51,7 @@ from forerun.server.http_server import RESERVED_CONNECTIONS, BoundedConnection
 from forerun.server.prompt_encoder import PromptEncoder
 from forerun.server.schema import CompletionRequest
 
-
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    return bundled_engine(prefix_cache=1 << 24)
-
-
-server = serving()
+engine, server = serving(engine={"prefix_cache": 1 << 24})
 
 
 def head(length: int, *more: str) -> bytes:
@@ -66,9 +61,9 @@ def head(length: int, *more: str) -> bytes:
 
 def heard(one: socket.socket, said: bytes = b"") -> bytes:
     """Send this; all that comes until the server closes."""
-    one.sendall(said)
     found = b""
     with suppress(ConnectionError):
+        one.sendall(said)
         while part := one.recv(1 << 16):
             found += part
     return found
@@ -95,16 +90,6 @@ CLOSING = "Connection: close"
 
 def connections(server: LiveServer) -> int:
     return len(server.uvicorn.server_state.connections)
-
-
-def answered(client: socket.socket) -> bytes:
-    """One whole answer. Its head and its body may come apart."""
-    read = client.makefile("rb")
-    lines = [read.readline()]
-    while lines[-1] not in (b"\r\n", b""):
-        lines.append(read.readline())
-    length = next(int(line.partition(b":")[2]) for line in lines if line.lower().startswith(b"content-length:"))
-    return b"".join(lines) + read.read(length)
 
 
 def narrow(patch: pytest.MonkeyPatch, buffer: int | None = None) -> None:
@@ -135,17 +120,10 @@ def clients(server: LiveServer, count: int) -> Iterator[list[socket.socket]]:
         yield [stack.enter_context(connected(server)) for _ in range(count)]
 
 
-def form(schema: Json) -> Json:
-    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-
-
 def error_in(said: bytes) -> Json:
     error: Json = json.loads(said.partition(b"\r\n\r\n")[2])["error"]
     assert set(error) == {"message", "type", "param", "code"}
     return error
-
-
-# --- nonsense
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.matrix)])
@@ -160,14 +138,10 @@ def test_nonsense_is_refused_and_leaves_nothing_behind(engine, serve, count):
     for shot, answer in zip(shots, answers, strict=True):
         assert not (fault := wrong(shot, answer)), (fault, shot)
     assert sum(answer.status == 200 for answer in answers) > 0.12 * count
-    until(lambda: not one.scheduler.busy)
+    one.wait_idle()
     until(lambda: tasks() <= before)
-    assert one.scheduler.usage == 0
     assert threading.active_count() <= threads + 6 + 40  # asyncio's pool and that of plain functions are bounded
     assert text_of(one.post(ASKED)) == wanted
-
-
-# --- costly requests
 
 
 @pytest.mark.parametrize(("kind", "body"), [
@@ -225,11 +199,8 @@ def test_a_text_far_too_long_is_refused_by_its_beginning(engine, monkeypatch):
 def test_a_divisor_that_would_take_minutes_to_compile_is_refused(engine, divisor):
     schema = {"type": "object", "properties": {"a": [{"type": "number", "multipleOf": divisor}]}}
     with pytest.raises(SchemaError, match=r"multipleOf has [0-9,]+ remainders in all; 50,000 are the most"):
-        engine.grammars.of(form(schema))
-    assert engine.grammars.of(form({"type": "number", "multipleOf": 0.25}))
-
-
-# --- one request's failure
+        engine.grammars.of(json_schema(schema))
+    assert engine.grammars.of(json_schema({"type": "number", "multipleOf": 0.25}))
 
 
 @contextmanager
@@ -245,7 +216,7 @@ def beside(server: LiveServer) -> Iterator[None]:
 
 def test_a_schema_too_hard_to_follow_is_the_clients_error(server):
     """It compiles, and the matcher gives up at its first tokens."""
-    schema = form({"type": "string", "pattern": "^" + "a?" * 2000 + "a" * 2000 + "$"})
+    schema = json_schema({"type": "string", "pattern": "^" + "a?" * 2000 + "a" * 2000 + "$"})
     with beside(server):
         error = error_of(server.post({**ASKED, "response_format": schema}))
         assert error["param"] == "response_format" and "grammar cannot go on" in error["message"]
@@ -294,11 +265,8 @@ def test_a_request_that_fails_harms_nobody_beside_it(engine, serve, spoil, monke
             list(one.client().completions.create(**bad, stream=True))
         *_, last, empty = one.post({**bad, "stream": True, "forerun": {"trace": True}}).text.split("\n\n")
         assert not empty and json.loads(last.removeprefix("data: "))["error"]["code"] == "failed"
-    until(lambda: not one.scheduler.busy)
+    one.wait_idle()
     assert one.metric('forerun:request_ended_total{reason="error"}') == 3
-
-
-# --- connections
 
 
 def test_connections_beyond_the_limit_are_told_so(engine, serve):
@@ -334,9 +302,6 @@ def test_one_address_leaves_connections_to_others(engine, serve):
         assert told(one, get("/v1/models", CLOSING), "127.0.0.2").startswith(b"HTTP/1.1 200")
 
 
-# --- bodies
-
-
 def test_tokens_decoded_without_python_s_lock_are_the_tokenizer_s_text(engine: Engine) -> None:
     tokens = list(range(engine.target.vocabulary))
     decoded = PromptEncoder(engine.tokenizer, None).decode(tokens)
@@ -347,7 +312,7 @@ def test_a_request_that_ended_needs_no_garbage_collection(server: LiveServer) ->
     def requests() -> int:
         return sum(type(each) is Request for each in gc.get_objects())
 
-    until(lambda: not server.scheduler.busy)
+    server.wait_idle()
     gc.collect()
     gc.disable()
     try:
@@ -494,7 +459,7 @@ def test_who_does_not_read_is_dropped(engine, serve, monkeypatch):
     with reader(one, 2048, max_tokens=2000, n=4, stream=True):
         until(lambda: one.scheduler.running > 0)
         until(lambda: not connections(one))
-        until(lambda: not one.scheduler.busy)
+        one.wait_idle()
     assert one.metric("forerun:generation_tokens_total") < 4 * 2000
 
 
@@ -629,8 +594,9 @@ def test_one_tenant_takes_no_more_than_half_of_the_room_for_bodies(engine, serve
     with clients(one, 4) as flood:
         for each in flood:
             each.sendall(head(1000, "Authorization: Bearer key-of-a") + b" " * 950)
-        refused = select.select(flood, [], [], PATIENCE)[0]  # any of the four
-        assert error_in(answered(refused[0]))["code"] == "too_many_bytes"
+        refused = HTTPResponse(select.select(flood, [], [], PATIENCE)[0][0])  # to any of the four
+        refused.begin()
+        assert json.loads(refused.read())["error"]["code"] == "too_many_bytes"
         key = {"Authorization": "Bearer key-of-b"}
         assert one.post({**ASKED, "user": "x" * 800}, headers=key).status_code == 200
 

@@ -1,17 +1,16 @@
-"""Schemas that are dear to compile, and texts that a schema spells out, cost nobody else anything."""
+"""Schemas that are expensive to compile, and texts that a schema spells out, cost nobody else anything."""
 
 import asyncio
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from support.bundled import bundled
+from support.chat_models import json_schema
 
-import forerun.reference
 from forerun.models.text import grammar
 from forerun.models.text.grammar import GrammarError, Grammars
 from forerun.models.text.schemas import SchemaError
@@ -22,14 +21,9 @@ from forerun.server.grammar_pool import GrammarPool
 Json = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    folder = Path(forerun.reference.__file__).parent / "weights" / "target"
-    return AutoTokenizer.from_pretrained(folder)
-
-
 @pytest.fixture
-def grammars(tokenizer: PreTrainedTokenizerBase) -> Grammars:
+def grammars() -> Grammars:
+    tokenizer = bundled()[1]
     return Grammars(tokenizer, len(tokenizer), [])
 
 
@@ -40,13 +34,9 @@ def pool(grammars: Grammars) -> Iterator[GrammarPool]:
     pool.close()
 
 
-def asked(schema: Json) -> Json:
-    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-
-
-def dear(patterns: int) -> Json:
-    """Each pattern doubles the time: 22 took 11 seconds, in 692 characters."""
-    return asked({"type": "string", "allOf": [{"pattern": f"[a-z]{{{i}}}.*x"} for i in range(1, patterns + 1)]})
+def expensive(patterns: int) -> Json:
+    """Each pattern doubles the time: 22 need 11 seconds, in 692 characters."""
+    return json_schema({"type": "string", "allOf": [{"pattern": f"[a-z]{{{i}}}.*x"} for i in range(1, patterns + 1)]})
 
 
 def test_a_schema_that_compiles_for_minutes_is_refused_in_seconds_and_its_process_killed(pool, monkeypatch):
@@ -62,13 +52,13 @@ def test_a_schema_that_compiles_for_minutes_is_refused_in_seconds_and_its_proces
     monkeypatch.setattr(grammar_pool, "_Worker", Noted)
 
     async def ask() -> int:
-        attack, turns = asyncio.ensure_future(pool.prepare(dear(40), "a", "a/x")), 0
+        attack, turns = asyncio.ensure_future(pool.prepare(expensive(40), "a", "a/x")), 0
         while not attack.done():
             await asyncio.sleep(0.02)
             turns += 1
         with pytest.raises(SchemaError, match="compiling it needs more than 1 seconds or 1024 MiB"):
             await attack
-        await pool.prepare(asked({"type": "string"}), "b", "b/x")  # another process takes its place
+        await pool.prepare(json_schema({"type": "string"}), "b", "b/x")  # another process takes its place
         return turns
 
     assert asyncio.run(ask()) > 9  # nothing else waits meanwhile
@@ -79,7 +69,7 @@ def test_the_end_does_not_wait_for_a_schema(grammars):
     pool = GrammarPool(grammars)
 
     async def ask() -> int | None:
-        attack = asyncio.ensure_future(pool.prepare(dear(40), "a", "a/x"))
+        attack = asyncio.ensure_future(pool.prepare(expensive(40), "a", "a/x"))
         while not pool._workers:
             await asyncio.sleep(0.01)
         (worker,) = pool._workers
@@ -103,7 +93,7 @@ def test_a_tenant_has_few_places_and_equal_schemas_share_one(pool, grammars, mon
     monkeypatch.setattr(grammars, "of", counted)
 
     async def ask() -> list[Any]:
-        one, two, three = (asked({"type": "string", "maxLength": length}) for length in (1, 2, 3))
+        one, two, three = (json_schema({"type": "string", "maxLength": length}) for length in (1, 2, 3))
         asking = [("a", one), ("a", one), ("a", two), ("a", three), ("b", three)]
         waiting = [pool.prepare(schema, tenant, f"{tenant}/x") for tenant, schema in asking]
         return await asyncio.gather(*waiting, return_exceptions=True)
@@ -117,7 +107,7 @@ def test_a_process_that_cannot_be_started_leaves_its_place(pool, monkeypatch):
     def fail(*given: Any, **options: Any) -> Any:
         raise OSError("no more processes")
 
-    schema = asked({"type": "string"})
+    schema = json_schema({"type": "string"})
     with monkeypatch.context() as patch:
         patch.setattr(grammar_pool.subprocess, "Popen", fail)
         for _ in range(grammar_pool.COMPILING_PROCESSES + 1):
@@ -128,7 +118,7 @@ def test_a_process_that_cannot_be_started_leaves_its_place(pool, monkeypatch):
 
 def test_a_wrong_schema_has_its_own_reason(pool):
     with pytest.raises(SchemaError, match="cannot be used"):
-        asyncio.run(pool.prepare(asked({"type": "string", "pattern": "["}), "a", "a/x"))
+        asyncio.run(pool.prepare(json_schema({"type": "string", "pattern": "["}), "a", "a/x"))
 
 
 @pytest.mark.parametrize("schema", [
@@ -141,18 +131,18 @@ def test_a_long_text_that_a_schema_spells_out_is_refused(grammars, schema):
     nested = {"type": "object", "properties": {"a": {"type": "integer"}, "b": schema}, "required": ["a", "b"]}
     for each in (schema, nested):
         with pytest.raises(SchemaError, match=r"the schema has a text of .* characters; 2,000 are the most"):
-            grammars.of(asked(each))
+            grammars.of(json_schema(each))
 
 
 def test_a_property_may_be_called_like_a_keyword(grammars):
     long = {"type": "object", "properties": {f"field_{n}": {"type": "string"} for n in range(99)}}
     schema = {"type": "object", "properties": {"const": long, "enum": {"type": "null"}, "pattern": {"const": 1}}}
-    assert grammars.of(asked(schema)) is not None
+    assert grammars.of(json_schema(schema)) is not None
 
 
 def test_a_run_that_turns_out_long_ends_the_text(grammars, monkeypatch):
     monkeypatch.setattr(grammar, "MAX_FORCED_TOKENS", 50)
-    made = grammars.of(asked({"const": "x" * 300}))
+    made = grammars.of(json_schema({"const": "x" * 300}))
     walker = made.follow(0)
     ids, scores = torch.empty(0, dtype=torch.int64), torch.zeros(4096)
     with pytest.raises(GrammarError, match="forces more than 50 tokens in a row"):
@@ -179,7 +169,7 @@ def test_a_forced_token_needs_no_mask(grammars):
         "properties": {"it's a": {"const": "don't know, \u4f60\u597d " * 9}, "n": {"type": "integer"}},
         "required": ["it's a", "n"],
     }
-    made = grammars.of(asked(schema))
+    made = grammars.of(json_schema(schema))
     counting = Counting(made.matcher.deep_copy())
     walker = grammar.Grammar(counting).follow(0)
     ids, scores = torch.empty(0, dtype=torch.int64), torch.arange(4096.0)
@@ -195,7 +185,7 @@ def test_a_forced_token_needs_no_mask(grammars):
 
 
 def test_drafts_do_without_masks_when_the_time_of_their_step_is_over(grammars, monkeypatch):
-    made = grammars.of(asked({"type": "string"}))
+    made = grammars.of(json_schema({"type": "string"}))
     walker = made.follow(0)
     trial, ids, scores = walker.on_trial(), torch.empty(0, dtype=torch.int64), torch.zeros(4096)
     monkeypatch.setattr(grammar, "MAX_TRIAL_SECONDS", -1.0)
@@ -208,4 +198,4 @@ def test_drafts_do_without_masks_when_the_time_of_their_step_is_over(grammars, m
 def test_a_schema_that_takes_too_much_memory_is_refused(pool, monkeypatch):
     monkeypatch.setattr(grammar_pool, "COMPILE_BYTES", 1 << 20)
     with pytest.raises(SchemaError, match="compiling it needs more than"):
-        asyncio.run(pool.prepare(dear(16), "a", "a/x"))
+        asyncio.run(pool.prepare(expensive(16), "a", "a/x"))

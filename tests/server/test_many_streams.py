@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from support.chat_models import json_schema
 from support.live_server import TEMPLATE, Json, LiveServer, tasks, until
 
 from forerun.engine.engine import Engine
@@ -19,7 +20,6 @@ SOURCE = Path(json.__file__).read_text()
 """What prompts are cut from: a module of Python's own library."""
 PROPERTIES = {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 999}}
 PERSON = {"type": "object", "properties": PROPERTIES, "required": [*PROPERTIES], "additionalProperties": False}
-SCHEMA = {"type": "json_schema", "json_schema": {"name": "one", "schema": PERSON}}
 
 
 def mixed(number: int, seed: int) -> Iterator[Json]:
@@ -34,7 +34,7 @@ def mixed(number: int, seed: int) -> Iterator[Json]:
             {"prompt": [chance.randrange(300, 1000) for _ in range(max(1, length // 4))]},
             {"prompt": [prompt, prompt[::-1]], "n": 2},
             {"prompt": prompt, "stop": ["e", "\n\n", " the "]},
-            {"prompt": prompt, "response_format": SCHEMA},
+            {"prompt": prompt, "response_format": json_schema(PERSON)},
             {"prompt": prompt, "logprobs": 3},
         ]  # fmt: skip
         yield {
@@ -79,8 +79,7 @@ def test_each_of_many_streams_is_its_text_alone_and_nothing_is_left():
                 pool.map(streamed, [many] * STREAMS, asked, pieces), asked, pieces, alone, strict=True
             ):
                 assert count is not None or said == wanted, body
-        until(lambda: not many.scheduler.busy)
+        many.wait_idle()
         until(lambda: tasks() <= before)
-        assert (many.scheduler.usage, many.scheduler.waiting, many.scheduler.running) == (0, 0, 0)
         assert many.metric("forerun:spec_decode_num_accepted_tokens_total") > 0
         assert many.metric('forerun:request_ended_total{reason="cancelled"}') > 0

@@ -132,13 +132,8 @@ class Page:
 def page(driver: Any, server: LiveServer) -> Iterator[Page]:
     driver.get_log("browser")
     yield Page(driver, server)
-    assert_idle(server)
+    server.wait_idle()
     assert [line for line in driver.get_log("browser") if line["level"] == "SEVERE"] == []
-
-
-def assert_idle(server: LiveServer) -> None:
-    until(lambda: not server.scheduler.busy)
-    assert server.scheduler.usage == 0
 
 
 def alone(held: PausableEngine, prompt: str, **options: Any) -> str:
@@ -184,7 +179,7 @@ def test_counters_move_while_a_text_grows_and_escape_frees_the_server(held, serv
     page.keys(Keys.ESCAPE)
     until(lambda: page["status"].text == "Stopped.")
     held.gate.set()
-    assert_idle(server)
+    server.wait_idle()
     assert not page.running and page.text("fast") == ""
     assert "equal" in page.show("Once upon a time", length=5)
 

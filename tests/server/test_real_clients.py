@@ -1,20 +1,14 @@
 """Clients that nobody here wrote go through the table of docs/results/clients.md; missing clients are skipped."""
 
 import importlib.util
-from collections.abc import Iterator
 
 import pytest
 from support.chat_models import QWEN
-from support.live_server import LiveServer, bundled_engine
+from support.live_server import serving
 from support.real_clients import ROWS
 
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[LiveServer]:
-    pytest.importorskip("llguidance")
-    built = LiveServer(bundled_engine(QWEN), max_tokens=512)
-    yield built
-    built.close()
+pytest.importorskip("llguidance")
+engine, server = serving(QWEN, max_tokens=512)
 
 
 @pytest.mark.parametrize(("client", "function"), [(client, function) for client, _, function in ROWS])

@@ -5,10 +5,9 @@ import re
 from typing import Any
 
 import pytest
-from support.chat_models import QWEN, TOOLS
-from support.live_server import Json, LiveServer, bundled_engine, error_of, serving
+from support.chat_models import QWEN, TOOLS, json_schema
+from support.live_server import Json, LiveServer, error_of, serving
 
-from forerun.engine.engine import Engine
 from forerun.server.tolerance import MAX_TOOLS, MAX_TURNS
 
 pytest.importorskip("llguidance")
@@ -23,16 +22,11 @@ DOUBLING = "start: r0\n" + "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(2
 UNKEEPABLE: Json = {"type": "object", "properties": {"a": {"not": {}}}, "required": ["a"]}
 
 
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    return bundled_engine(QWEN, budget=16)
-
-
-server = serving(max_tokens=64, drafter="trie")
+engine, server = serving(QWEN, engine={"budget": 16}, max_tokens=64, drafter="trie")
 
 
 def schema(told: Json) -> Json:
-    return {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": told}}}
+    return {"response_format": json_schema(told)}
 
 
 def doubled() -> Json:

@@ -8,33 +8,19 @@ from support.response_checks import RawAnswer, wrong
 
 SHOT = RawRequest("posted", (b"",))
 GOOD = b'{"error": {"message": "no", "type": "x", "param": null, "code": null}}'
+JSON, STREAM = b"application/json", b"text/event-stream"
 
 
-def answer(status: int, body: bytes = b"", kind: bytes = b"application/json", complete: bool = True) -> RawAnswer:
+@pytest.mark.parametrize(("status", "body", "kind", "fault"), [
+    (200, b"{}", JSON, None), (400, GOOD, JSON, None), (500, GOOD, JSON, "status 500"), (503, GOOD, JSON, "status 503"),
+    (400, b"Bad Request", JSON, "OpenAI's shape"), (400, b'{"error": {"message": ""}}', JSON, "OpenAI's shape"),
+    (200, b"data: {}\n\ndata: [DONE]\n\n", STREAM, None), (200, b"data: {}\n\n", STREAM, "a stream ends with"),
+    (200, b'data: {"error": {"type": "server_error"}}\n\n', STREAM, "a stream ends with"),
+    (200, b'data: {"type": "response.completed", "code": "failed"}\n\n', STREAM, "a stream ends"),
+])  # fmt: skip
+def test_a_wrong_answer_is_found(status: int, body: bytes, kind: bytes, fault: str | None) -> None:
     head = b"HTTP/1.1 %d OK\r\ncontent-type: %s\r\ncontent-length: %d\r\n\r\n" % (status, kind, len(body))
-    return RawAnswer(head + body, 1.0, complete)
-
-
-@pytest.mark.parametrize(
-    ("given", "fault"),
-    [
-        (answer(200, b"{}"), None),
-        (answer(400, GOOD), None),
-        (answer(500, GOOD), "status 500"),
-        (answer(503, GOOD), "status 503"),
-        (answer(200, b"{}", complete=False), "it hangs"),
-        (RawAnswer(b"", 1.0, True), "no answer"),
-        (answer(400, b"Bad Request"), "OpenAI's shape"),
-        (answer(400, b'{"error": {"message": ""}}'), "OpenAI's shape"),
-        (answer(200, b"data: {}\n\ndata: [DONE]\n\n", b"text/event-stream"), None),
-        (answer(200, b"data: {}\n\n", b"text/event-stream"), "a stream ends with"),
-        (answer(200, b'data: {"error": {"type": "server_error"}}\n\n', b"text/event-stream"), "a stream ends with"),
-        (
-            answer(200, b'data: {"type": "response.completed", "code": "failed"}\n\n', b"text/event-stream"),
-            "a stream ends",
-        ),
-    ],
-)
-def test_a_wrong_answer_is_found(given: RawAnswer, fault: str | None) -> None:
-    found = wrong(SHOT, given)
+    found = wrong(SHOT, RawAnswer(head + body, 1.0, True))
     assert found is None if fault is None else fault in str(found)
+    assert "it hangs" in str(wrong(SHOT, RawAnswer(head + body, 1.0, False)))
+    assert wrong(SHOT, RawAnswer(b"", 1.0, True)) == "no answer"

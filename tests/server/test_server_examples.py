@@ -5,10 +5,9 @@ import runpy
 from pathlib import Path
 
 import pytest
-from support.live_server import bundled_engine, serving
+from support.live_server import serving
 
 import forerun
-from forerun.engine.engine import Engine
 
 EXAMPLES = Path(forerun.__file__).parents[2] / "examples" / "server"
 SAYS = {
@@ -19,12 +18,7 @@ SAYS = {
 }
 
 
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    return bundled_engine()
-
-
-server = serving()
+engine, server = serving()
 
 
 def test_all_examples_are_known():

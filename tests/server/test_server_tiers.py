@@ -87,7 +87,7 @@ def no_layer_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def nothing_taken(server: LiveServer) -> None:
-    until(lambda: not server.scheduler.busy)
+    server.wait_idle()
     assert tiers_of(server).taken == dict.fromkeys(TIERS, 0)
     assert server.metric("forerun:kv_tier_bytes") == server.metric("forerun:kv_cache_usage_perc") == 0
 
@@ -103,9 +103,6 @@ def watched(server: LiveServer) -> list[dict[str, int]]:
 
     server.scheduler._step = watching
     return seen
-
-
-# --- texts
 
 
 def drafting_bytes(one: Engine, longest: int) -> int:
@@ -151,9 +148,6 @@ def test_texts_on_the_device_as_a_whole_still_share_what_they_begin_with(model, 
     assert text_of(server.post(asked(text))) == text_of(server.post(asked(text))) == wanted(plain, text)
     assert server.metric("forerun:prefix_cache_hits_total") > 0
     assert server.metric("forerun:kv_tier_copied_bytes_total") == 0
-
-
-# --- room
 
 
 def narrow(model: Any, serve: Any, text: str, **told: Any) -> tuple[PausableEngine, LiveServer]:
@@ -237,9 +231,6 @@ def test_a_long_prompt_off_the_device_is_read_in_pieces_while_others_go_on(model
     read = [before - after for before, after in pairwise(unread) if before > after]
     assert max(read) == OFFLOADED_CHUNKS * 16 and len(read) > 5
     assert one.tiers.copy_engine.fetched > 0
-
-
-# --- failures
 
 
 def test_a_full_disk_ends_one_request_and_frees_everything(model, plain, serve, tmp_path, monkeypatch):
@@ -337,9 +328,6 @@ def test_a_draft_whose_keys_cannot_be_fetched_ends_no_request(model, plain, serv
     nothing_taken(server)
 
 
-# --- the budget
-
-
 def test_what_is_freed_is_free_whoever_still_has_the_cache(model, plain):
     one = engine(model, "none", min_device_bytes(plain.target.kv, 300), None)
     for size in (20, 300):
@@ -384,9 +372,6 @@ def test_a_file_has_its_limit(plain, tmp_path):
         place(memory, {"device": 0, "host": 0, "file": 2 * layer}, kv, 200)
     with pytest.raises(ValueError, match="file is -1"):
         KVMemory(1, file=-1)
-
-
-# --- settings
 
 
 def test_settings_say_where_keys_and_values_go(tmp_path, monkeypatch):

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 from support.chat_models import QWEN, TOOLS
-from support.live_server import Json, LiveServer, bundled_engine, error_of, serving, streamed
+from support.live_server import Json, LiveServer, bundled_engine, error_of, events_of, serving, streamed
 
-from forerun.engine.engine import Engine
 from forerun.server.chat_schema import ChatRequest
 from forerun.server.schema import CompletionRequest
 from forerun.server.tolerance import HINTS, NEUTRAL, Notes, is_neutral
@@ -134,12 +133,7 @@ ROWS: list[tuple[str, Json]] = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    return bundled_engine(QWEN)
-
-
-server = serving(max_tokens=64)
+engine, server = serving(QWEN, max_tokens=64)
 
 
 def rendered(server: LiveServer, messages: list[Json], **more: Any) -> str:
@@ -235,9 +229,6 @@ def test_a_system_turn_goes_where_the_template_wants_it(engine):
             assert rendered(one, turns) == wanted
 
 
-# --- load tools
-
-
 def test_usage_comes_with_each_chunk(server):
     options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     *chunks, last = streamed(server, {**BASES[TEXTS], "max_tokens": 8, **options})
@@ -265,9 +256,6 @@ def test_a_prompt_is_cut_to_its_end(server):
     assert cut["usage"]["prompt_tokens"] == 2 and cut["choices"] == whole["choices"]
 
 
-# --- agents
-
-
 def test_a_long_answer_is_as_long_as_fits_where_an_agent_asks(server):
     answer = server.post({**BASES[MESSAGES], "max_tokens": 32_000}, MESSAGES).json()
     assert answer["stop_reason"] in ("max_tokens", "end_turn") and answer["usage"]["output_tokens"] <= 64
@@ -283,17 +271,14 @@ def test_a_message_follows_a_schema(server):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_custom_tool_is_called_with_its_text(server, stream):
     tool = {"type": "custom", "name": "apply_patch"}
-    choice = {"type": "custom", "name": "apply_patch"}
-    asked = {**BASES[RESPONSES], "tools": [tool], "tool_choice": choice, "max_output_tokens": 64}
-    bias = {"forerun": {"drafter": "none"}}
-    answer = server.post({**asked, **bias, "stream": stream}, RESPONSES)
+    asked = {**BASES[RESPONSES], "tools": [tool], "tool_choice": tool, "max_output_tokens": 64}
+    answer = server.post({**asked, "forerun": {"drafter": "none"}, "stream": stream}, RESPONSES)
     assert answer.status_code == 200, answer.text
     if not stream:
         (call,) = answer.json()["output"]
         assert (call["type"], call["name"]) == ("custom_tool_call", "apply_patch") and isinstance(call["input"], str)
         return
-    events = [json.loads(each.partition("data: ")[2]) for each in answer.text.split("\n\n") if each]
-    kinds = [each["type"] for each in events]
+    kinds = [each["type"] for each in events_of(answer.text)]
     assert "response.custom_tool_call_input.done" in kinds
     assert "response.function_call_arguments.delta" not in kinds
 
@@ -308,9 +293,6 @@ def test_anthropics_errors_have_its_shape(server):
     answer = server.post({**BASES[MESSAGES], "thread": thread}, MESSAGES)
     assert answer.json()["error"]["details"] == {"error_code": "thread_not_found"}
     assert "request-id" not in server.post({**BASES[CHATS], "n": 0}, CHATS).headers
-
-
-# --- errors
 
 
 def test_a_prompt_that_is_too_long_is_named_as_its_field() -> None:

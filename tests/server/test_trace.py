@@ -4,22 +4,17 @@ import json
 from typing import Any
 
 import pytest
-from support.live_server import Json, bundled_engine, serving, streamed
+from support.live_server import Json, serving, streamed
 
-from forerun.engine.engine import Engine
 from forerun.server.admission import SchedulerLimits
 
 NEW = 40
 PROMPT = "one two three four five six\n" * 4
 
 
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    every = {"prune_drafts": False}  # on a busy machine a slow first draft could use up what drafts may lose
-    return bundled_engine(None, budget=16, prefix_cache=1 << 24, **every)
-
-
-server = serving(SchedulerLimits(1 << 30), drafter="trie")
+# on a busy machine a slow first draft could use up what drafts may lose
+HOW = {"budget": 16, "prefix_cache": 1 << 24, "prune_drafts": False}
+engine, server = serving(None, engine=HOW, drafter="trie")
 
 
 def asked(**forerun: Any) -> Json:

@@ -1,4 +1,6 @@
-"""Chat templates of families of models, shortened, for a model that has none."""
+"""Chat templates of families of models, shortened, for a model that has none; tools, and schemas of answers."""
+
+from typing import Any
 
 QWEN = (
     "{% if tools %}<|im_start|>system\n# Tools\n<tools>{{ tools | tojson }}</tools>\n"
@@ -25,3 +27,8 @@ TOOLS = [
                 "required": ["a"]}}},
 ]  # fmt: skip
 """Tools whose calls are short, whatever a model writes."""
+
+
+def json_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """The ``response_format`` of an answer that follows a schema."""
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}

@@ -23,6 +23,7 @@ from forerun.server.scheduler import Scheduler
 from forerun.server.settings import ServerSettings
 from support.bundled import bundled
 
+Json = dict[str, Any]
 PATIENCE = 120.0
 """Seconds after which a test that hangs fails."""
 TEMPLATE = (
@@ -128,6 +129,11 @@ class LiveServer:
             for name in names
         }
 
+    def wait_idle(self) -> None:
+        """Wait until no request runs or waits; then none has memory."""
+        until(lambda: not self.scheduler.busy)
+        assert self.scheduler.usage == 0
+
     def __enter__(self) -> "LiveServer":
         return self
 
@@ -141,15 +147,19 @@ class LiveServer:
         assert not self.thread.is_alive()
 
 
-def serving(limits: SchedulerLimits | None = None, **told: Any) -> Any:
-    """A module's fixture ``server``, of its fixture ``engine``, for tests that break nothing and change no setting."""
+def serving(template: str | None = TEMPLATE, engine: Json | None = None, **told: Any) -> Any:
+    """A module's fixtures ``engine``, of the bundled model, and ``server``, for tests that change nothing of both."""
+
+    @pytest.fixture(scope="module", name="engine")
+    def built() -> Engine:
+        return bundled_engine(template, **(engine or {}))
 
     @pytest.fixture(scope="module", name="server")
     def served(engine: Any) -> Iterator[LiveServer]:
-        with LiveServer(engine, limits, **told) as server:
+        with LiveServer(engine, **told) as server:
             yield server
 
-    return served
+    return built, served
 
 
 def free_socket() -> socket.socket:
@@ -180,7 +190,6 @@ def tasks() -> int:
 PROMPTS = [
     "def add(a, b):", "Once upon a time", '{"name": "', "2 + 2 =", "The sun", "import os\n", "She said", "A, B, C,",
 ]  # fmt: skip
-Json = dict[str, Any]
 ASKED: Json = {"model": "bundled", "prompt": "Hi", "max_tokens": 4, "temperature": 0}
 """A short request."""
 

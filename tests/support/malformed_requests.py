@@ -9,13 +9,11 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 Json = Any
-LARGE = 8 << 20
-"""Bytes of the largest bodies; the server's limit by default."""
 HOST = "127.0.0.1"
 
 
@@ -49,44 +47,27 @@ FUNCTIONS: list[Json] = [{"name": "f", **more} for more in (
 TOOLS: list[Json] = [
     *({"type": "function", "function": each} for each in FUNCTIONS),
     {"type": "function", "name": "f", "parameters": {"properties": {"a": {"enum": ["b", "c"]}}}},
-    {"type": "web_search"},
-    {},
-]
+    {"type": "web_search"}, {},
+]  # fmt: skip
 SCHEMAS: list[Json] = [
-    {},
-    {"$ref": "#"},
-    {"$ref": "http://127.0.0.1/x"},
+    {}, {"$ref": "#"}, {"$ref": "http://127.0.0.1/x"},
     {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(200)}},
-    {"type": "string", "pattern": "^((a{1,100}){1,100}){1,100}$"},
-    {"type": "string", "pattern": "(.*a){20}.*"},
-    {"type": "string", "pattern": "^" + "a?" * 500 + "a" * 500 + "$"},
-    {"type": "string", "pattern": "(((("},
+    {"type": "string", "pattern": "^((a{1,100}){1,100}){1,100}$"}, {"type": "string", "pattern": "(.*a){20}.*"},
+    {"type": "string", "pattern": "^" + "a?" * 500 + "a" * 500 + "$"}, {"type": "string", "pattern": "(((("},
     {"type": "string", "pattern": "^" + "|".join(f"(.{{{i}}}a.{{{40 - i}}}b)" for i in range(40)) + "$"},
-    {"type": "string", "minLength": 10**9},
-    {"type": "string", "minLength": 5, "maxLength": 2},
-    {"type": "array", "minItems": 10**9, "items": {"type": "integer"}},
-    {"type": "integer", "multipleOf": 9_999_991},
-    {"type": "integer", "multipleOf": 997},
-    {"type": "number", "multipleOf": 1e-300, "maximum": 1e300},
-    {"type": "integer", "minimum": -(10**40), "maximum": 10**40},
-    {"enum": []},
-    {"enum": [f"v{i}" for i in range(2000)]},
-    {"const": float("nan")},
-    {"type": "nothing"},
-    {"not": {}},
+    {"type": "string", "minLength": 10**9}, {"type": "string", "minLength": 5, "maxLength": 2},
+    {"type": "array", "minItems": 10**9, "items": {"type": "integer"}}, {"type": "integer", "multipleOf": 9_999_991},
+    {"type": "integer", "multipleOf": 997}, {"type": "number", "multipleOf": 1e-300, "maximum": 1e300},
+    {"type": "integer", "minimum": -(10**40), "maximum": 10**40}, {"enum": []},
+    {"enum": [f"v{i}" for i in range(2000)]}, {"const": float("nan")}, {"type": "nothing"}, {"not": {}},
     {"allOf": [{"properties": {f"k{i}": {"type": "string"}}} for i in range(300)]},
     {"$defs": {"n": {"properties": {"a": {"$ref": "#/$defs/n"}}}}, "$ref": "#/$defs/n"},
-    {"type": "object", "properties": {"\ud800": {"type": "string"}}, "required": ["\ud800"]},
-    {"const": "a" * 1900},
-    {"const": "a" * 60_000},
-    {"const": "\ufffd" * 600},
-    {"const": {"a": ["b" * 300] * 5}},
-    {"enum": ["a" * 1500, "b" * 1500]},
-    {"type": "string", "pattern": "^a{1900}$"},
-    {"type": "string", "pattern": "^a{60000}$"},
-    {"type": "array", "minItems": 300, "items": {"const": "ab"}},
+    {"type": "object", "properties": {"\ud800": {"type": "string"}}, "required": ["\ud800"]}, {"const": "a" * 1900},
+    {"const": "a" * 60_000}, {"const": "\ufffd" * 600}, {"const": {"a": ["b" * 300] * 5}},
+    {"enum": ["a" * 1500, "b" * 1500]}, {"type": "string", "pattern": "^a{1900}$"},
+    {"type": "string", "pattern": "^a{60000}$"}, {"type": "array", "minItems": 300, "items": {"const": "ab"}},
     {"allOf": [{"pattern": f"[a-z]{{{i}}}.*x"} for i in range(9)]},
-]
+]  # fmt: skip
 """Schemas that are wrong, cannot be met, are hard to compile or to follow, or spell out long texts."""
 HOSTS = (*f"{HOST} localhost localhost:1 [::1] example.com evil.example evil.example:80 [ é".split(), "", "a b")
 """What requests name as the server; from the fifth on they are foreign where hosts are checked."""
@@ -133,17 +114,16 @@ class RequestFuzzer:
     Args:
         description: the server's ``/openapi.json``.
         seed: of all that is random.
-        large: bytes of the largest bodies; 0 for none.
-        keys: of the tenants that ask; none sends no key.
+        large: bytes of the largest bodies.
     """
 
-    def __init__(self, description: Json, seed: int, large: int = LARGE, keys: Sequence[str] = ()) -> None:
-        self._all, self._large, self._keys = description, large, keys
+    def __init__(self, description: Json, seed: int, large: int) -> None:
+        self._all, self._large = description, large
         self._random = random.Random(seed)
         self._posts = [path for path, how in description["paths"].items() if "post" in how]
         self._makers: list[tuple[Callable[[], RawRequest], float]] = [
             (self._posted, 0.75), (self._broken, 0.08), (self._addressed, 0.06), (self._raw, 0.05), (self._gone, 0.058),
-            (self._big, 0.002 if large else 0.0),
+            (self._big, 0.002),
         ]  # fmt: skip
 
     def draw(self) -> RawRequest:
@@ -205,14 +185,11 @@ class RequestFuzzer:
         return head.encode("latin-1") + said + b"\r\n" + body
 
     def _who(self) -> str:
-        """Whom a request asks, from where, and whose it is: mostly as the server wants it."""
+        """Whom a request asks, and from where: mostly as the server wants it."""
         host = HOST if self._random.random() < 0.93 else self._random.choice(HOSTS)
         lines = [f"Host: {host}"]
         if self._random.random() < 0.05:
             lines.append(f"Origin: {self._random.choice(ORIGINS)}")
-        if self._keys:
-            key = self._random.choice(self._keys) if self._random.random() < 0.95 else "wrong"
-            lines.append(f"Authorization: Bearer {key}")
         return "".join(f"{line}\r\n" for line in lines)
 
     def _body(self, path: str) -> Json:
