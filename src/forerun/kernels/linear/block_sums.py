@@ -35,7 +35,7 @@ class BlockSums:
         self, e: Emitter, words: Sequence[ir.Value], factors: Sequence[ir.Value], places: Sequence[ir.Value], most: int
     ) -> list[ir.Value]:
         """Return each token's integer sum with a block's codes, given the addresses of its inputs."""
-        found, share = [], CODE_WORDS // self.sums
+        found, share = list[ir.Value](), CODE_WORDS // self.sums
         for i in range(self.sums):
             totals = [self.start(e, place, i) for place in places]
             for k in range(i * share, (i + 1) * share):

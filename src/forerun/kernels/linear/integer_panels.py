@@ -110,6 +110,7 @@ def codes_of_panel(
         scales, place = each.scales(e, here), e.at(to, e.times(block, each.columns // INPUT_BLOCK * size))
         for part in range(each.parts):
             _prefetch(e, each, e.at(w, ahead), block, part)
+            e.barrier()
             for codes in each.codes(e, each.read(e, here, part), scales, part):
                 for k, vector in enumerate((*codes.words, *codes.factors)):
                     e.store(vector, e.at(place, k * LINE))
