@@ -32,22 +32,27 @@ class BlockSums:
     sums = 1
 
     def products(
-        self, e: Emitter, words: Sequence[ir.Value], places: Sequence[ir.Value], most: int
-    ) -> list[list[ir.Value]]:
-        """Return each token's integer sums with a block's codes, given the addresses of its inputs."""
-        totals = [self.start(e, place) for place in places]
-        for i, word in enumerate(words):
-            which = i * self.sums // CODE_WORDS
-            for total, place in zip(totals, places, strict=True):
-                total[which] = bytes_by_words(e, word, integer_at(e, place, 4 * i), total[which], most)
-        return totals
+        self, e: Emitter, words: Sequence[ir.Value], factors: Sequence[ir.Value], places: Sequence[ir.Value], most: int
+    ) -> list[ir.Value]:
+        """Return each token's integer sum with a block's codes, given the addresses of its inputs."""
+        found, share = list[ir.Value](), CODE_WORDS // self.sums
+        for i in range(self.sums):
+            totals = [self.start(e, place, i) for place in places]
+            for k in range(i * share, (i + 1) * share):
+                for t, place in enumerate(places):
+                    totals[t] = bytes_by_words(e, words[k], integer_at(e, place, 4 * k), totals[t], most)
+            if self.sums > 1:
+                totals = [e.builder.mul(total, factors[1 + i]) for total in totals]
+            found = totals if not i else [e.builder.add(*both) for both in zip(found, totals, strict=True)]
+        return found
 
-    def start(self, e: Emitter, place: ir.Value) -> list[ir.Value]:
-        """Return what integer sums start with: the inputs' sum times minus an offset shifts codes at no cost."""
-        return [words_of(0)] * self.sums
+    def start(self, e: Emitter, place: ir.Value, i: int) -> ir.Value:
+        """Return what a token's integer sum ``i`` starts with. Starting with the inputs' sum times minus an offset
+        subtracts it from all codes at no cost."""
+        return words_of(0)
 
     def add(
-        self, e: Emitter, products: Sequence[ir.Value], factors: Sequence[ir.Value], place: ir.Value, total: ir.Value
+        self, e: Emitter, products: ir.Value, factors: Sequence[ir.Value], place: ir.Value, total: ir.Value
     ) -> ir.Value:
         """Add a block's products to an output's sum."""
         raise NotImplementedError
@@ -61,13 +66,13 @@ class _Shifted(BlockSums):
     def __init__(self, offset: int) -> None:
         self._at = X_SHIFTS[offset]
 
-    def start(self, e: Emitter, place: ir.Value) -> list[ir.Value]:
-        return [integer_at(e, place, self._at)]
+    def start(self, e: Emitter, place: ir.Value, i: int) -> ir.Value:
+        return integer_at(e, place, self._at)
 
     def add(
-        self, e: Emitter, products: Sequence[ir.Value], factors: Sequence[ir.Value], place: ir.Value, total: ir.Value
+        self, e: Emitter, products: ir.Value, factors: Sequence[ir.Value], place: ir.Value, total: ir.Value
     ) -> ir.Value:
-        return scaled(e, products[0], place, factors[0], total)
+        return scaled(e, products, place, factors[0], total)
 
 
 class _Minimum(BlockSums):
@@ -76,10 +81,10 @@ class _Minimum(BlockSums):
     factors = (FLOATS, FLOATS)
 
     def add(
-        self, e: Emitter, products: Sequence[ir.Value], factors: Sequence[ir.Value], place: ir.Value, total: ir.Value
+        self, e: Emitter, products: ir.Value, factors: Sequence[ir.Value], place: ir.Value, total: ir.Value
     ) -> ir.Value:
         scale, minimum = factors
-        total = scaled(e, products[0], place, scale, total)
+        total = scaled(e, products, place, scale, total)
         return e.fma(minimum, e.everywhere(e.load(e.at(place, X_SCALED_SUM), F32)), total)
 
 
@@ -89,14 +94,13 @@ class _ShiftedHalves(BlockSums):
     factors = (FLOATS, WORDS, WORDS)
     sums = 2
 
-    def start(self, e: Emitter, place: ir.Value) -> list[ir.Value]:
-        return [integer_at(e, place, at) for at in X_HALVES_SHIFTS]
+    def start(self, e: Emitter, place: ir.Value, i: int) -> ir.Value:
+        return integer_at(e, place, X_HALVES_SHIFTS[i])
 
     def add(
-        self, e: Emitter, products: Sequence[ir.Value], factors: Sequence[ir.Value], place: ir.Value, total: ir.Value
+        self, e: Emitter, products: ir.Value, factors: Sequence[ir.Value], place: ir.Value, total: ir.Value
     ) -> ir.Value:
-        scale, first, second = factors
-        return scaled(e, weighted(e, products, first, second), place, scale, total)
+        return scaled(e, products, place, factors[0], total)
 
 
 class _HalvesAndMinimum(BlockSums):
@@ -106,10 +110,10 @@ class _HalvesAndMinimum(BlockSums):
     sums = 2
 
     def add(
-        self, e: Emitter, products: Sequence[ir.Value], factors: Sequence[ir.Value], place: ir.Value, total: ir.Value
+        self, e: Emitter, products: ir.Value, factors: Sequence[ir.Value], place: ir.Value, total: ir.Value
     ) -> ir.Value:
-        scale, first, second, minima, minimum = factors
-        total = scaled(e, weighted(e, products, first, second), place, scale, total)
+        scale, _, _, minima, minimum = factors
+        total = scaled(e, products, place, scale, total)
         of_minima = shorts_by_words(e, minima, integer_at(e, place, X_SUMS), words_of(0))
         return scaled(e, of_minima, place, minimum, total)
 
@@ -118,12 +122,6 @@ SHIFTED = {offset: _Shifted(offset) for offset in X_SHIFTS}
 MINIMUM, SHIFTED_HALVES, HALVES_AND_MINIMUM = _Minimum(), _ShiftedHalves(), _HalvesAndMinimum()
 BLOCK_SUMS: tuple[BlockSums, ...] = (*SHIFTED.values(), MINIMUM, SHIFTED_HALVES, HALVES_AND_MINIMUM)
 CODE_BYTES = LINE * (CODE_WORDS + max(len(each.factors) for each in BLOCK_SUMS))
-
-
-def weighted(e: Emitter, products: Sequence[ir.Value], first: ir.Value, second: ir.Value) -> ir.Value:
-    """Multiply both halves' integers by their scales, and add them."""
-    b = e.builder
-    return b.add(b.mul(products[0], first), b.mul(products[1], second))
 
 
 def integer_at(e: Emitter, place: ir.Value, at: int) -> ir.Value:

@@ -11,7 +11,6 @@ from copy import copy
 from typing import Any, NamedTuple
 
 from llvmlite import ir
-from numba.core import cgutils
 
 from forerun.kernels.linear.block_sums import HALVES_AND_MINIMUM, MINIMUM, SHIFTED, SHIFTED_HALVES, BlockSums
 from forerun.kernels.linear.byte_products import bytes_from_table, ignores_high_halves, spread, takes_large_bytes
@@ -19,35 +18,37 @@ from forerun.kernels.linear.gguf_formats import (
     FP4_VALUES,
     GGUF_FORMATS,
     IQ4_VALUES,
-    VectorTable,
     bits,
     both_halves,
     halves_at,
     integers_at,
     power_at,
     quads,
-    splat,
 )
-from forerun.kernels.runtime.vector_ir import I32, I64, LANES, WORDS, Emitter, constant, words_of
+from forerun.kernels.runtime.vector_ir import BYTES, I32, LANES, WORDS, Emitter, constant, words_of
 
 IQ4, FP4 = [value + 128 for value in IQ4_VALUES], [value + 16 for value in FP4_VALUES]
 """Tables with the offsets of their formats."""
 
 
+Vectors = Sequence[ir.Value]
+
+
 class BlockCodes(NamedTuple):
     """32 columns of sixteen rows: eight vectors of four columns each, and the factors of ``BlockSums``."""
 
-    words: Sequence[ir.Value]
-    factors: tuple[ir.Value, ...]
+    words: Vectors
+    factors: Vectors
 
 
 class StridedRows(Sequence[ir.Value]):
-    """Addresses of one place in sixteen rows at equal distances. Four are kept; loads add up to three rows to each.
-    LLVM would keep all sixteen, most of them in memory, so how the four are computed is hidden from it."""
+    """Addresses of one place in rows at equal distances. Every fourth is kept; loads add up to three rows to each.
+    LLVM would keep all and advance each in every turn of a loop, most of them in memory, so how they are computed is
+    hidden from it."""
 
-    def __init__(self, e: Emitter, w: ir.Value, row: ir.Value) -> None:
-        self._e, self._row = e, row
-        self._firsts = [e.at(w, e.times(row, i)) for i in range(0, LANES, 4)]
+    def __init__(self, e: Emitter, w: ir.Value, row: ir.Value, count: int = LANES) -> None:
+        self._e, self._row, self._count = e, row, count
+        self._firsts = [e.at(w, e.times(row, i)) for i in range(0, count, 4)]
 
     def at(self, offset: ir.Value) -> StridedRows:
         moved = copy(self)
@@ -55,14 +56,16 @@ class StridedRows(Sequence[ir.Value]):
         return moved
 
     def __len__(self) -> int:
-        return LANES
+        return self._count
 
     def __getitem__(self, i: Any) -> Any:
+        if i >= self._count:
+            raise IndexError(i)
         return self._e.at(self._firsts[i // 4], self._e.times(self._row, i % 4))
 
 
 class IntegerFormat:
-    """The integers of a format's blocks, read in ``parts`` equal parts, each a multiple of 32 columns. ``most`` is the
+    """The integers of a format's blocks, in ``parts`` equal parts, each a multiple of 32 columns. ``most`` is the
     largest byte; ``sums`` turns sums into floats."""
 
     parts = 1
@@ -71,10 +74,15 @@ class IntegerFormat:
         block = next(each for each in GGUF_FORMATS if each.name == name)
         self.name, self.columns, self.bytes, self.sums, self.most = name, block.words, block.bytes, sums, most
 
-    def scales(self, e: Emitter, rows: StridedRows) -> Any:
-        return None
+    def scales(self, e: Emitter, rows: StridedRows) -> Vectors:
+        """Return what all parts of a block need."""
+        return ()
 
-    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
+    def read(self, e: Emitter, rows: StridedRows, part: int) -> Vectors:
+        """Return a part's bytes, a lane per row."""
+        raise NotImplementedError
+
+    def codes(self, e: Emitter, read: Vectors, scales: Vectors, part: int) -> Iterator[BlockCodes]:
         """Yield each 32 columns of a part, in order."""
         raise NotImplementedError
 
@@ -82,52 +90,52 @@ class IntegerFormat:
 class _NibbleCodes(IntegerFormat):
     """Q4_0, Q4_1, Q5_0 and Q5_1."""
 
-    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
-        b = e.builder
-        words = nibbles(e, quads(e, rows, self.bytes - 16))
+    def read(self, e: Emitter, rows: StridedRows, part: int) -> Vectors:
+        highest = [integers_at(e, rows, self.bytes - 20, I32)] if self.most > 15 else []
+        scales = both_halves(e, integers_at(e, rows, 0, I32)) if self.sums is MINIMUM else [halves_at(e, rows, 0)]
+        return [*words_at(e, rows, self.bytes - 16), *highest, *scales]
+
+    def codes(self, e: Emitter, read: Vectors, scales: Vectors, part: int) -> Iterator[BlockCodes]:
+        words = nibbles(e, read[:4])
         if self.most > 15:
-            highest = integers_at(e, rows, self.bytes - 20, I32)
-            for i, word in enumerate(words):
-                four = b.and_(b.lshr(highest, words_of(4 * i)), words_of(15))
-                fifth = b.and_(b.mul(four, words_of(0x02040810)), words_of(0x10101010))  # one bit to each byte
-                words[i] = b.or_(word, fifth)
-        if self.sums is MINIMUM:
-            yield BlockCodes(words, both_halves(e, integers_at(e, rows, 0, I32)))
-        else:
-            yield BlockCodes(words, (halves_at(e, rows, 0),))
+            words = [e.builder.or_(word, fifth_bits(e, read[4], i)) for i, word in enumerate(words)]
+        yield BlockCodes(words, read[-len(self.sums.factors) :])
 
 
 class _ByteCodes(IntegerFormat):
-    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
-        words = [e.builder.xor(word, words_of(0x80808080)) for at in (2, 18) for word in quads(e, rows, at)]
-        yield BlockCodes(words, (halves_at(e, rows, 0),))
+    def read(self, e: Emitter, rows: StridedRows, part: int) -> Vectors:
+        return [*words_at(e, rows, 2), *words_at(e, rows, 18), halves_at(e, rows, 0)]
+
+    def codes(self, e: Emitter, read: Vectors, scales: Vectors, part: int) -> Iterator[BlockCodes]:
+        yield BlockCodes([e.builder.xor(word, words_of(0x80808080)) for word in read[:8]], read[8:])
 
 
 class _TableCodes(IntegerFormat):
     """IQ4_NL and MXFP4, whose codes stand for values of a table."""
 
-    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
-        words = quads(e, rows, self.bytes - 16)
-        if self.name == "MXFP4":
-            yield looked_up(e, words, FP4, power_at(e, rows, 0))
-        else:
-            yield looked_up(e, words, IQ4, halves_at(e, rows, 0))
+    def read(self, e: Emitter, rows: StridedRows, part: int) -> Vectors:
+        scale = power_at(e, rows, 0) if self.name == "MXFP4" else halves_at(e, rows, 0)
+        return [*words_at(e, rows, self.bytes - 16), scale]
+
+    def codes(self, e: Emitter, read: Vectors, scales: Vectors, part: int) -> Iterator[BlockCodes]:
+        yield looked_up(e, read[:4], FP4 if self.name == "MXFP4" else IQ4, read[4])
 
 
 class _SuperTableCodes(IntegerFormat):
     parts = 8
 
-    def scales(self, e: Emitter, rows: StridedRows) -> Any:
-        b, table = e.builder, VectorTable(e, 8)
+    def scales(self, e: Emitter, rows: StridedRows) -> Vectors:
+        b = e.builder
         first, second, _, _ = quads(e, rows, 0)
         scale = both_halves(e, first)[0]
-        for k in range(8):
-            table.put(k, b.fmul(scale, b.fsub(bits(e, second, 4 * k, 4, first, 16 + 2 * k), constant(32.0))))
-        return table
+        numbers = [bits(e, second, 4 * k, 4, first, 16 + 2 * k) for k in range(8)]
+        return [b.fmul(scale, b.fsub(number, constant(32.0))) for number in numbers]
 
-    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
-        here = rows.at(e.times(part, 16))
-        yield looked_up(e, quads(e, here, 8), IQ4, scales.get(part))
+    def read(self, e: Emitter, rows: StridedRows, part: int) -> Vectors:
+        return words_at(e, rows, 8 + 16 * part)
+
+    def codes(self, e: Emitter, read: Vectors, scales: Vectors, part: int) -> Iterator[BlockCodes]:
+        yield looked_up(e, read, IQ4, scales[part])
 
 
 class _SuperNibbleCodes(IntegerFormat):
@@ -141,31 +149,34 @@ class _SuperNibbleCodes(IntegerFormat):
         divided. Products are equal unless inputs exceed 1e33 and overflow."""
         return 4 if self.most > 31 else 0
 
-    def scales(self, e: Emitter, rows: StridedRows) -> Any:
+    def scales(self, e: Emitter, rows: StridedRows) -> Vectors:
         b = e.builder
         both, first, second, third = quads(e, rows, 0)
         scale, minus = both_halves(e, both)
-        minus, table = b.fsub(constant(-0.0), minus), VectorTable(e, 16)
-        scales = [scale, b.fmul(scale, constant(2.0**-self.high_at))]
-        for k in range(4):
-            table.put(k, b.fmul(scales[k % 2], bits(e, first, 8 * k, 6)))
-            table.put(8 + k, b.fmul(minus, bits(e, second, 8 * k, 6)))
-            table.put(4 + k, b.fmul(scales[k % 2], bits(e, third, 8 * k, 4, first, 8 * k + 6)))
-            table.put(12 + k, b.fmul(minus, bits(e, third, 8 * k + 4, 4, second, 8 * k + 6)))
-        return table, WordTable(e, quads(e, rows, 16) + quads(e, rows, 32) if self.name == "Q5_K" else [])
+        minus = b.fsub(constant(-0.0), minus)
+        factors = [scale, b.fmul(scale, constant(2.0**-self.high_at))]
+        small = [bits(e, first, 8 * k, 6) for k in range(4)]
+        small += [bits(e, third, 8 * k, 4, first, 8 * k + 6) for k in range(4)]
+        minima = [bits(e, second, 8 * k, 6) for k in range(4)]
+        minima += [bits(e, third, 8 * k + 4, 4, second, 8 * k + 6) for k in range(4)]
+        highest = quads(e, rows, 16) + quads(e, rows, 32) if self.name == "Q5_K" else []
+        return [
+            *(b.fmul(factors[k % 2], each) for k, each in enumerate(small)), *(b.fmul(minus, each) for each in minima),
+            *highest,
+        ]  # fmt: skip
 
-    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
-        b, (table, highest) = e.builder, scales
-        here = rows.at(e.times(part, 32))
-        raw = quads(e, here, self.bytes - 128) + quads(e, here, self.bytes - 112)
+    def read(self, e: Emitter, rows: StridedRows, part: int) -> Vectors:
+        at = self.bytes - 128 + 32 * part
+        return words_at(e, rows, at) + words_at(e, rows, at + 16)
+
+    def codes(self, e: Emitter, read: Vectors, scales: Vectors, part: int) -> Iterator[BlockCodes]:
         for high in (0, 1):
-            number = b.add(e.times(part, 2), I64(high))
-            words = [bits_of_bytes(e, word, 4 * high, 4, self.high_at * high) for word in raw]
+            number = 2 * part + high
+            words = [bits_of_bytes(e, word, 4 * high, 4, self.high_at * high) for word in read]
             if self.name == "Q5_K":
-                for i, word in enumerate(words):
-                    bit = b.and_(b.lshr(highest.get(I64(i)), splat(e, number)), words_of(0x01010101))
-                    words[i] = b.or_(word, b.shl(bit, words_of(4)))
-            yield BlockCodes(words, (table.get(number), table.get(b.add(number, I64(8)))))
+                fifth = [bits_of_bytes(e, word, number, 1, 4) for word in scales[16:]]
+                words = [e.builder.or_(*both) for both in zip(words, fifth, strict=True)]
+            yield BlockCodes(words, (scales[number], scales[8 + number]))
 
 
 class _SixBitCodes(IntegerFormat):
@@ -173,25 +184,23 @@ class _SixBitCodes(IntegerFormat):
 
     parts = 2
 
-    def scales(self, e: Emitter, rows: StridedRows) -> Any:
-        b = e.builder
-        signed = [
-            b.ashr(b.shl(word, words_of(24 - 8 * k)), words_of(24)) for word in quads(e, rows, 192) for k in range(4)
+    def scales(self, e: Emitter, rows: StridedRows) -> Vectors:
+        return [
+            *(signed_byte(e, word, k) for word in quads(e, rows, 192) for k in range(4)),
+            halves_at(e, rows, 208),
         ]
-        return halves_at(e, rows, 208), WordTable(e, signed)
 
-    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
-        b, (scale, table) = e.builder, scales
-        low_rows, high_rows = (rows.at(e.times(part, size)) for size in (64, 32))
-        low = [word for at in (0, 16, 32, 48) for word in quads(e, low_rows, at)]
-        high = quads(e, high_rows, 128) + quads(e, high_rows, 144)
+    def read(self, e: Emitter, rows: StridedRows, part: int) -> Vectors:
+        places = [*range(64 * part, 64 * part + 64, 16), 128 + 32 * part, 144 + 32 * part]
+        return [word for at in places for word in words_at(e, rows, at)]
+
+    def codes(self, e: Emitter, read: Vectors, scales: Vectors, part: int) -> Iterator[BlockCodes]:
         for k in range(4):
-            words = []
-            for i in range(8):
-                four = b.and_(shifted(e, low[8 * (k % 2) + i], 4 * (k // 2)), words_of(0x0F0F0F0F))
-                two = b.and_(shifted(e, high[i], 2 * k), words_of(0x03030303))
-                words.append(b.or_(four, b.shl(two, words_of(4))))
-            yield BlockCodes(words, (scale, *table.two(part, k)))
+            low, high = read[8 * (k % 2) :][:8], read[16:]
+            four = [bits_of_bytes(e, word, 4 * (k // 2), 4, 0) for word in low]
+            two = [bits_of_bytes(e, word, 2 * k, 2, 4) for word in high]
+            words = [e.builder.or_(*both) for both in zip(four, two, strict=True)]
+            yield BlockCodes(words, (scales[16], *two_of(scales, part, k)))
 
 
 class _ThreeBitCodes(IntegerFormat):
@@ -199,7 +208,7 @@ class _ThreeBitCodes(IntegerFormat):
 
     parts = 2
 
-    def scales(self, e: Emitter, rows: StridedRows) -> Any:
+    def scales(self, e: Emitter, rows: StridedRows) -> Vectors:
         b, signed = e.builder, []
         words = quads(e, rows, 94)  # the scales from 96 on, followed by the block's
         for k in range(16):
@@ -208,19 +217,18 @@ class _ThreeBitCodes(IntegerFormat):
             two = b.lshr(words[high // 4], words_of(high % 4 * 8 + k // 4 * 2))
             six = b.or_(b.and_(four, words_of(15)), b.shl(b.and_(two, words_of(3)), words_of(4)))
             signed.append(b.sub(six, words_of(32)))
-        return b.fmul(both_halves(e, words[3])[1], constant(1 / 8)), WordTable(e, signed)
+        return [*signed, b.fmul(both_halves(e, words[3])[1], constant(1 / 8))]
 
-    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
-        b, (scale, table) = e.builder, scales
-        raw = two_bit_words(e, rows, part, 32)
-        masks = quads(e, rows, 0) + quads(e, rows, 16)
+    def read(self, e: Emitter, rows: StridedRows, part: int) -> Vectors:
+        masks = [bits_of_bytes(e, word, 4 * part, 4, 0) for at in (0, 16) for word in words_at(e, rows, at)]
+        return [*two_bit_words(e, rows, part, 32), *masks]
+
+    def codes(self, e: Emitter, read: Vectors, scales: Vectors, part: int) -> Iterator[BlockCodes]:
         for k in range(4):
-            place = splat(e, b.add(e.times(part, 4), I64(k)))
-            words = []
-            for word, mask in zip(raw, masks, strict=True):
-                third = b.shl(b.and_(b.lshr(mask, place), words_of(0x01010101)), words_of(5))
-                words.append(b.or_(bits_of_bytes(e, word, 2 * k, 2, 3), third))
-            yield BlockCodes(words, (scale, *table.two(part, k)))
+            two = [bits_of_bytes(e, word, 2 * k, 2, 3) for word in read[:8]]
+            third = [bits_of_bytes(e, word, k, 1, 5) for word in read[8:]]
+            words = [e.builder.or_(*both) for both in zip(two, third, strict=True)]
+            yield BlockCodes(words, (scales[16], *two_of(scales, part, k)))
 
 
 class _TwoBitCodes(IntegerFormat):
@@ -228,26 +236,23 @@ class _TwoBitCodes(IntegerFormat):
 
     parts = 2
 
-    def scales(self, e: Emitter, rows: StridedRows) -> Any:
-        b = e.builder
+    def scales(self, e: Emitter, rows: StridedRows) -> Vectors:
         scale, minus = both_halves(e, integers_at(e, rows, 80, I32))
         low, high = ([bits_of_bytes(e, word, at, 4, 0) for word in quads(e, rows, 0)] for at in (0, 4))
         small = [spread(e, word, (k, None, None, None)) for word in low for k in range(4)]
         minima = [spread(e, word, (k, None, k + 1, None)) for word in high for k in (0, 2)]
-        scales = [b.fmul(scale, constant(2.0**-at)) for at in self._places()]
-        return scales, b.fsub(constant(-0.0), minus), WordTable(e, small), WordTable(e, minima)
+        return [*small, *minima, scale, e.builder.fsub(constant(-0.0), minus)]
 
-    def codes(self, e: Emitter, rows: StridedRows, scales: Any, part: ir.Value) -> Iterator[BlockCodes]:
-        of_bits, minus, small, minima = scales
-        raw = two_bit_words(e, rows, part, 16)
-        for k, at in enumerate(self._places()):
-            words = [bits_of_bytes(e, word, 2 * k, 2, at) for word in raw]
-            number = e.builder.add(e.times(part, 4), I64(k))
-            yield BlockCodes(words, (of_bits[k], *small.two(part, k), minima.get(number), minus))
+    def read(self, e: Emitter, rows: StridedRows, part: int) -> Vectors:
+        return two_bit_words(e, rows, part, 16)
 
-    def _places(self) -> tuple[int, ...]:
-        """Return the first bits of the codes of a part's four times 32 columns."""
-        return (0, 2, 4, 6) if self.most > 3 else (0, 0, 0, 0)
+    def codes(self, e: Emitter, read: Vectors, scales: Vectors, part: int) -> Iterator[BlockCodes]:
+        *_, scale, minus = scales
+        for k in range(4):
+            at = 2 * k if self.most > 3 else 0
+            words = [bits_of_bytes(e, word, 2 * k, 2, at) for word in read]
+            factor = e.builder.fmul(scale, constant(2.0**-at))
+            yield BlockCodes(words, (factor, *two_of(scales, part, k), scales[16 + 4 * part + k], minus))
 
 
 INTEGER_FORMATS: dict[str, IntegerFormat] = {
@@ -271,21 +276,23 @@ INTEGER_FORMATS: dict[str, IntegerFormat] = {
 """By name; F32, F16 and BF16 hold no small integers."""
 
 
-class WordTable:
-    """Vectors of integers, looked up by index."""
+def two_of(scales: Vectors, part: int, k: int) -> Vectors:
+    """Return the scales of the 32 columns ``k`` of a part of 128, of 16 columns each."""
+    return scales[8 * part + 2 * k :][:2]
 
-    def __init__(self, e: Emitter, values: Sequence[ir.Value]) -> None:
-        self._e, self._place = e, cgutils.alloca_once(e.builder, ir.ArrayType(WORDS, len(values)))
-        for i, value in enumerate(values):
-            e.builder.store(value, e.builder.gep(self._place, [I32(0), I32(i)]))
 
-    def get(self, i: ir.Value) -> ir.Value:
-        return self._e.builder.load(self._e.builder.gep(self._place, [I64(0), i]))
+def signed_byte(e: Emitter, words: ir.Value, k: int) -> ir.Value:
+    """Return the ``k``-th byte of each word."""
+    return e.builder.ashr(e.builder.shl(words, words_of(24 - 8 * k)), words_of(24))
 
-    def two(self, part: ir.Value, k: int) -> tuple[ir.Value, ir.Value]:
-        """Return the vectors of the 32 columns ``k`` of one of two parts, of 16 vectors for every 16 of 256 columns."""
-        first = self._e.at(self._e.times(part, 8), 2 * k)
-        return self.get(first), self.get(self._e.at(first, 1))
+
+def fifth_bits(e: Emitter, highest: ir.Value, i: int) -> ir.Value:
+    """Return each word's bits ``4 * i`` to ``4 * i + 3`` as bit 4 of four bytes. Costs neither a product nor a
+    comparison, which would occupy the units that multiply (Zen 4)."""
+    b, copies = e.builder, spread(e, highest, (i // 2,) * 4)
+    high = copies if i % 2 else b.shl(copies, words_of(4))
+    bit, sixteen = (b.bitcast(each, BYTES) for each in (b.and_(high, words_of(0x80402010)), words_of(0x10101010)))
+    return b.bitcast(b.select(b.icmp_unsigned("<", bit, sixteen), bit, sixteen), WORDS)
 
 
 def nibbles(e: Emitter, words: Sequence[ir.Value]) -> list[ir.Value]:
@@ -311,7 +318,11 @@ def shifted(e: Emitter, word: ir.Value, count: int) -> ir.Value:
     return e.builder.lshr(word, words_of(count)) if count > 0 else e.builder.shl(word, words_of(-count))
 
 
-def two_bit_words(e: Emitter, rows: StridedRows, part: ir.Value, at: int) -> list[ir.Value]:
+def two_bit_words(e: Emitter, rows: StridedRows, part: int, at: int) -> list[ir.Value]:
     """Return eight words with two bits of 128 columns, starting at ``at``."""
-    here = rows.at(e.times(part, 32))
-    return quads(e, here, at) + quads(e, here, at + 16)
+    return words_at(e, rows, at + 32 * part) + words_at(e, rows, at + 32 * part + 16)
+
+
+def words_at(e: Emitter, rows: StridedRows, at: int) -> list[ir.Value]:
+    """Return four words of each row, computed beside the products that are interleaved with this."""
+    return [e.computed_here(word) for word in quads(e, rows, at)]

@@ -12,17 +12,16 @@ from collections.abc import Sequence
 from llvmlite import ir
 
 from forerun.core.compiling import compiled
-from forerun.kernels.linear.block_sums import BLOCK_SUMS, CODE_WORDS, INPUT_BLOCK, X_BLOCK
-from forerun.kernels.linear.gguf_integers import INTEGER_FORMATS, IntegerFormat, StridedRows
+from forerun.kernels.linear.block_sums import BLOCK_SUMS, CODE_WORDS, INPUT_BLOCK, X_BLOCK, BlockSums
+from forerun.kernels.linear.gguf_integers import INTEGER_FORMATS, BlockCodes, IntegerFormat, StridedRows
 from forerun.kernels.linear.panels import (
     INTEGER_TOKENS,
     format_of,
     least,
     least_that_suffices,
-    parts_of,
 )
 from forerun.kernels.runtime.addresses import address_of
-from forerun.kernels.runtime.vector_ir import I64, LANES, LINE, WORDS, Emitter, llvm_function
+from forerun.kernels.runtime.vector_ir import I64, LANES, LINE, WORDS, Emitter, llvm_function, wide
 
 
 def sums_kind(which: int) -> tuple[int, int]:
@@ -42,49 +41,61 @@ def few_by_integers(
     blocks: ir.Value, ahead: ir.Value, sums: ir.Value,
 ) -> None:  # fmt: skip
     """Add a panel's products with a few tokens' quantised inputs at ``x`` to the sums ``[tokens][lanes]``. Prefetches
-    the panel ``ahead`` bytes after. Overwrites sums after the last token's, up to the next of ``INTEGER_TOKENS``."""
-    b, each = e.builder, integers_of(which)
-    per_block = each.columns // INPUT_BLOCK
+    the panel ``ahead`` bytes after. Reads inputs and overwrites sums after the last token's, up to the next of
+    ``INTEGER_TOKENS``."""
     for size in least_that_suffices(e, tokens, INTEGER_TOKENS):
-        rows, tokens_rows = StridedRows(e, w, row), _inputs(e, size, tokens, x, x_row)
-        totals = [e.variable(e.load(e.at(sums, t * LINE))) for t in range(size)]
-        with e.loop(blocks) as block:
-            here = rows.at(e.times(block, each.bytes))
-            scales = each.scales(e, here)
-            for part in map(I64, range(each.parts)):
-                first = b.add(e.times(block, per_block), e.times(part, per_block // each.parts))
-                places = [e.at(address, e.times(first, X_BLOCK)) for address in tokens_rows]
-                for i, codes in enumerate(each.codes(e, here, scales, part)):
-                    _prefetch(e, each, e.at(w, ahead), first, i)
-                    _add(e, each, codes.words, codes.factors, [e.at(place, i * X_BLOCK) for place in places], totals)
-        for t, total in enumerate(totals):
-            e.store(b.load(total), e.at(sums, t * LINE))
+        inputs = StridedRows(e, x, x_row, size)
+        _panel(e, integers_of(which), StridedRows(e, w, row), inputs, blocks, e.at(w, ahead), sums)
+
+
+def _panel(
+    e: Emitter, each: IntegerFormat, rows: StridedRows, inputs: StridedRows, blocks: ir.Value, ahead: ir.Value,
+    sums: ir.Value,
+) -> None:  # fmt: skip
+    """Add a panel's products with all inputs. With AVX-512 the next part is read between the present one's products,
+    because the processor itself looks only some 60 vector instructions ahead: 8 tokens cost 10 % less (Q8_0, Q5_0; Zen
+    4). The next block's is, if a block is one part; else too little would fit in registers."""
+    b, groups = e.builder, each.columns // INPUT_BLOCK // each.parts
+    totals = [e.variable(e.load(e.at(sums, t * LINE))) for t in range(len(inputs))]
+    kept = [e.variable(vector) for vector in each.read(e, rows, 0)] if each.parts == 1 and wide() else []
+    with e.loop(blocks) as block:
+        here = rows.at(e.times(block, each.bytes))
+        places = inputs.at(e.times(block, each.columns // INPUT_BLOCK * X_BLOCK))
+        scales = each.scales(e, here)
+        read = [b.load(vector) for vector in kept] or each.read(e, here, 0)
+        for part in range(each.parts):
+            with e.interleaved(groups * min(CODE_WORDS, 2 * len(inputs))) as then:
+                for i, codes in enumerate(each.codes(e, read, scales, part), part * groups):
+                    _add(e, each.sums, each.most, codes, [e.at(place, i * X_BLOCK) for place in places], totals)
+                then()
+                _prefetch(e, each, ahead, block, part)
+                then()
+                if kept:
+                    following = least(e, b.add(block, I64(1)), b.sub(blocks, I64(1)))
+                    read = each.read(e, rows.at(e.times(following, each.bytes)), 0)
+                elif part + 1 < each.parts:
+                    read = each.read(e, here, part + 1)
+        for place, vector in zip(kept, read, strict=False):
+            b.store(vector, place)
+    for t, total in enumerate(totals):
+        e.store(b.load(total), e.at(sums, t * LINE))
 
 
 def _add(
-    e: Emitter, each: IntegerFormat, words: Sequence[ir.Value], factors: Sequence[ir.Value],
-    places: Sequence[ir.Value], totals: Sequence[ir.Value],
-) -> None:  # fmt: skip
-    products = each.sums.products(e, words, places, each.most)
+    e: Emitter, sums: BlockSums, most: int, codes: BlockCodes, places: Sequence[ir.Value], totals: Sequence[ir.Value]
+) -> None:
+    products = sums.products(e, codes.words, codes.factors, places, most)
     for found, place, total in zip(products, places, totals, strict=True):
-        e.builder.store(each.sums.add(e, found, factors, place, e.builder.load(total)), total)
+        e.builder.store(sums.add(e, found, codes.factors, place, e.builder.load(total)), total)
 
 
-def _prefetch(e: Emitter, each: IntegerFormat, ahead: ir.Value, first: ir.Value, i: int) -> None:
-    """Prefetch the share of 32 columns, the ``i``-th after ``first`` times 32, of the panel ahead, in memory order. The
-    barrier keeps LLVM from moving a block's prefetches to its start, where the loads after them wait: a token of Q6_K,
-    Q5_K and Q2_K from memory was a third slower (Zen 4)."""
-    count = each.columns // INPUT_BLOCK // each.parts
-    lines = -(-LANES * each.bytes // each.parts // LINE)
-    part = e.at(ahead, e.times(first, LANES * each.bytes // (each.columns // INPUT_BLOCK)))
-    for line in range(i * lines // count, (i + 1) * lines // count):
-        e.prefetch(e.at(part, line * LINE))
-    e.barrier()
-
-
-def _inputs(e: Emitter, size: int, tokens: ir.Value, x: ir.Value, x_row: ir.Value) -> list[ir.Value]:
-    final = e.builder.sub(tokens, I64(1))
-    return [e.at(x, e.times(x_row, least(e, I64(t), final))) for t in range(size)]
+def _prefetch(e: Emitter, each: IntegerFormat, ahead: ir.Value, block: ir.Value, part: int) -> None:
+    """Prefetch a part's share of a block of the panel ahead, in memory order. All of a block's prefetches at once would
+    occupy the processor's miss buffers while the loads after them wait: a token of Q6_K, Q5_K and Q2_K from memory was
+    a third slower (Zen 4)."""
+    here, lines = e.at(ahead, e.times(block, LANES * each.bytes)), -(-LANES * each.bytes // LINE)
+    for line in range(part * lines // each.parts, (part + 1) * lines // each.parts):
+        e.prefetch(e.at(here, line * LINE))
 
 
 @llvm_function(constants=1)
@@ -93,18 +104,17 @@ def codes_of_panel(
 ) -> None:
     """Write the codes and factors of a panel's blocks to ``to``, 32 columns after another."""
     each = integers_of(which)
-    rows = StridedRows(e, w, row)
-    size, per_block = code_bytes(BLOCK_SUMS.index(each.sums)), each.columns // INPUT_BLOCK
+    rows, size = StridedRows(e, w, row), code_bytes(BLOCK_SUMS.index(each.sums))
     with e.loop(blocks) as block:
         here = rows.at(e.times(block, each.bytes))
-        scales = each.scales(e, here)
-        with parts_of(e, each.parts) as part:
-            first = e.builder.add(e.times(block, per_block), e.times(part, per_block // each.parts))
-            place = e.at(to, e.times(first, size))
-            for i, codes in enumerate(each.codes(e, here, scales, part)):
-                _prefetch(e, each, e.at(w, ahead), first, i)
+        scales, place = each.scales(e, here), e.at(to, e.times(block, each.columns // INPUT_BLOCK * size))
+        for part in range(each.parts):
+            _prefetch(e, each, e.at(w, ahead), block, part)
+            e.barrier()
+            for codes in each.codes(e, each.read(e, here, part), scales, part):
                 for k, vector in enumerate((*codes.words, *codes.factors)):
-                    e.store(vector, e.at(place, i * size + k * LINE))
+                    e.store(vector, e.at(place, k * LINE))
+                place = e.at(place, size)
 
 
 def code_bytes(kind: int) -> int:
@@ -118,19 +128,18 @@ def many_by_integers(
     sums: ir.Value,
 ) -> None:  # fmt: skip
     """Add the products of ``count`` times 32 columns' codes with tokens' inputs to the sums ``[tokens][lanes]``.
-    ``kind`` is an index of ``BLOCK_SUMS``, and ``most`` the largest code."""
+    ``kind`` is an index of ``BLOCK_SUMS``, and ``most`` the largest code. Reads inputs and overwrites sums after the
+    last token's as ``few_by_integers`` does."""
     sums_of = BLOCK_SUMS[kind]
     for size in least_that_suffices(e, tokens, INTEGER_TOKENS):
-        tokens_rows = _inputs(e, size, tokens, x, x_row)
+        inputs = StridedRows(e, x, x_row, size)
         totals = [e.variable(e.load(e.at(sums, t * LINE))) for t in range(size)]
         with e.loop(count) as i:
-            here = e.at(codes, e.times(i, code_bytes(kind)))
-            words = [e.load(e.at(here, k * LINE), WORDS) for k in range(CODE_WORDS)]
-            factors = [e.load(e.at(here, (CODE_WORDS + k) * LINE), each) for k, each in enumerate(sums_of.factors)]
-            places = [e.at(address, e.times(i, X_BLOCK)) for address in tokens_rows]
-            products = sums_of.products(e, words, places, most)
-            for found, place, total in zip(products, places, totals, strict=True):
-                e.builder.store(sums_of.add(e, found, factors, place, e.builder.load(total)), total)
+            here, places = e.at(codes, e.times(i, code_bytes(kind))), inputs.at(e.times(i, X_BLOCK))
+            kinds = (*(WORDS,) * CODE_WORDS, *sums_of.factors)
+            vectors = [e.load(e.at(here, k * LINE), each) for k, each in enumerate(kinds)]
+            now = BlockCodes(vectors[:CODE_WORDS], vectors[CODE_WORDS:])
+            _add(e, sums_of, most, now, list(places), totals)
         for t, total in enumerate(totals):
             e.store(e.builder.load(total), e.at(sums, t * LINE))
 

@@ -287,7 +287,7 @@ def scratch_bytes(tokens: int, words: int) -> int:
     """Return the scratch bytes per thread, for ``tokens`` tokens and rows of ``words`` words."""
     groups = -(-tokens // 8)
     panels = max(words, 2 * UNPACKED_COLUMNS)  # one copied, or parts of two unpacked
-    inputs = -(-tokens * (words // INPUT_BLOCK + 1) * X_BLOCK // LINE)  # quantised
+    inputs = -(-tokens * (words // INPUT_BLOCK + 1) * X_BLOCK // LINE)  # quantised; kernels read up to 3 rows after
     codes = UNPACKED_COLUMNS // INPUT_BLOCK * CODE_BYTES // LINE
     return LINE * (groups * (words + LANES) + inputs + 2 * groups * LANES + codes + panels + LANES + 1)
 

@@ -140,6 +140,13 @@ def _await(counter: int, tasks: int) -> None:
             yield_core()
 
 
+def _aligned(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Return zeros that begin with a cache line: vectors across two cost 64 tokens of Q8_0 2 %."""
+    memory = np.zeros(size + LINE, np.uint8)
+    begin = -memory.ctypes.data % LINE
+    return memory[begin : begin + size]
+
+
 class _ScratchMemory(threading.local):
     def __init__(self) -> None:
         self.size = 0
@@ -152,7 +159,7 @@ class _ScratchMemory(threading.local):
         return self.address
 
     def _grow(self, size: int) -> None:
-        self.bytes = np.zeros(size, np.uint8)
+        self.bytes = _aligned(size)
         self.size, self.address = size, int(self.bytes.ctypes.data)
 
 
@@ -188,12 +195,6 @@ class Program:
         threads, size = torch.get_num_threads(), LINE * -(-slot_bytes // LINE)
         slots = _scratch.claim(threads * size + states_bytes)
         self.run(threads, slots=slots, slot_size=size, states=slots + threads * size, **fields)
-
-
-def _aligned(size: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    memory = np.zeros(size + LINE, np.uint8)
-    begin = -memory.ctypes.data % LINE
-    return memory[begin : begin + size]
 
 
 @llvm_function(types.int64)

@@ -11,6 +11,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import numba.extending
@@ -113,6 +114,29 @@ class Emitter:
         """Hide from LLVM how an integer was computed."""
         kind = ir.FunctionType(value.type, (value.type,))
         return self.builder.asm(kind, "", "=r,0", (value,), False)
+
+    def computed_here(self, vector: ir.Value) -> ir.Value:
+        """Return a vector that LLVM computes between the barriers around this place; without AVX-512, wherever it
+        likes."""
+        if not wide():
+            return vector
+        kind = ir.FunctionType(vector.type, (vector.type,))
+        return self.builder.asm(kind, "", "=v,0", (vector,), True)
+
+    @contextmanager
+    def interleaved(self, pieces: int) -> Iterator[Callable[[], None]]:
+        """Interleave streams of instructions without branches: a piece of each, a barrier, the next piece of each.
+        Yields a function to call between two streams. Without 32 registers the streams stay one after the other."""
+        b, written = self.builder, self.builder.block.instructions
+        starts, pieces = [len(written)], pieces if wide() else 1
+        yield lambda: starts.append(len(written))
+        streams = [written[first:end] for first, end in pairwise([*starts, len(written)])]
+        del written[starts[0] :]
+        for piece in range(pieces):
+            for stream in streams:
+                written += stream[piece * len(stream) // pieces : (piece + 1) * len(stream) // pieces]
+            b.position_at_end(b.block)
+            self.barrier()
 
     def barrier(self) -> None:
         """Keep LLVM from moving loads, stores and prefetches past this place; the processor may."""
