@@ -30,8 +30,8 @@ LONG = CostCurve((1, 2), (1.0, 1.002), unit=1 / 1.03)
 
 short_world = partial(World, SHORT, plain=0.01087, asking=25e-5, asking_row=4e-5, looking=5e-6, verifying=1e-5)
 
-Foresees = Callable[[int, int], bool]
-States = Callable[[int, int], float]
+Drafts = tuple[Callable[[int, int], bool], Callable[[int, int], float], Callable[[int, int], int]]
+"""Whether trees have a token, how sure they are of their first one, and the known suffix; by row and place."""
 
 
 class Case(NamedTuple):
@@ -49,64 +49,53 @@ class DecisionOptions(DebugOptions):
     seeds: Annotated[int, typer.Option(help="Worlds of each case.", min=1)] = 10
 
 
-def at_random(seed: int, low: float, high: float) -> tuple[Foresees, States]:
+def at_random(seed: int, low: float, high: float) -> Drafts:
     """Return drafts that are accepted at a rate drawn for each row, and state it."""
     rates: dict[int, float] = {}
 
     def rate(row: int, place: int) -> float:
         return rates.setdefault(row, float(np.random.default_rng(seed * 100 + row).uniform(low, high)))
 
-    return lambda row, place: uniform(seed * 1000 + row, place, Salt.ACCEPT) < rate(row, place), rate
+    return lambda row, place: uniform(seed * 1000 + row, place, Salt.ACCEPT) < rate(row, place), rate, lambda *place: 0
 
 
-def quotes(seed: int, rows: int, share: float) -> tuple[Foresees, States]:
+def quotes(seed: int, rows: int, share: float) -> Drafts:
     """Return drafts where the first ``rows`` rows quote a share of their passages of 16 tokens."""
 
     def hits(row: int, place: int) -> bool:
         passage = uniform(seed * 1000 + row, place // 16, Salt.DRAFT) < share
         return row < rows and passage and uniform(seed * 1000 + row, place, Salt.RESIDUAL) < 0.95
 
-    return hits, lambda row, place: 0.9 if hits(row, place) else 0.1
+    return hits, lambda *place: 0.9 if hits(*place) else 0.1, lambda *place: 8 * hits(*place)
 
 
-def loops(seed: int, rows: int) -> tuple[Foresees, States, Callable[[int, int], int]]:
-    """Return drafts where the first ``rows`` rows repeat themselves from a random place on, and their known suffix."""
+def loops(seed: int, rows: int) -> Drafts:
+    """Return drafts where the first ``rows`` rows repeat themselves from a random place on."""
     begins = np.random.default_rng(seed).integers(10, 50, rows).tolist() + [1000] * 16
-    copies: Foresees = lambda row, place: place >= begins[row] + 3  # noqa: E731
     return (
-        lambda row, place: copies(row, place) or uniform(seed * 1000 + row, place, Salt.ACCEPT) < 0.06,
-        lambda row, place: 0.97 if copies(row, place) else 0.1,
+        lambda row, place: place >= begins[row] + 3 or uniform(seed * 1000 + row, place, Salt.ACCEPT) < 0.06,
+        lambda row, place: 0.97 if place >= begins[row] + 3 else 0.1,
         lambda row, place: min(32, max(0, place - begins[row])),
     )
 
 
-def short_case(rows: int, name: str, foresees: Callable[[int], tuple[Foresees, States]], quoting: bool) -> Case:
-    """Return a case of rows of 64 tokens that trees draft for."""
+def short_case(rows: int, name: str, drafts: Callable[[int], Drafts], most: int = 8) -> Case:
+    """Return a case of rows of 64 tokens that trees of up to ``most`` nodes draft for."""
 
     def world(seed: int) -> World:
-        hits, stated = foresees(seed)
-        return short_world(hits=hits, stated=stated, known=lambda row, place: 8 * (quoting and hits(row, place)))
+        return short_world(most=most, **dict(zip(("hits", "stated", "known"), drafts(seed), strict=True)))
 
     return Case(f"{rows} short, {name}", world, Outline(rows, 64, sources="t"))
-
-
-def loop_case(rows: int, looping: int) -> Case:
-    def world(seed: int) -> World:
-        hits, stated, known = loops(seed, looping)
-        return short_world(hits=hits, stated=stated, known=known, most=40)
-
-    return Case(f"{rows} short, {looping} repeat themselves", world, Outline(rows, 64, sources="t"))
 
 
 def long_case(rows: int, quoting: int, accepted: float, drafting: float) -> Case:
     """Return a case of rows of 96 tokens: some quote, and chains draft for all."""
 
     def world(seed: int) -> World:
-        hits, stated = quotes(seed, quoting, 0.7)
-        unit = LONG.unit or 1.0
+        (hits, stated, known), unit = quotes(seed, quoting, 0.7), LONG.unit or 1.0
         return World(
             LONG, plain=unit, asking=0.002, asking_row=0.001, drafting=drafting * unit, hits=hits, stated=stated,
-            known=lambda row, place: 8 if hits(row, place) else 0,
+            known=known,
             accepted=lambda row, place: uniform(seed * 77 + row, place, Salt.ACCEPT) < accepted,
         )  # fmt: skip
 
@@ -115,13 +104,13 @@ def long_case(rows: int, quoting: int, accepted: float, drafting: float) -> Case
 
 def cases() -> Iterator[Case]:
     for rows in (1, 4, 16):
-        yield short_case(rows, "drafts right at 5 to 20 %", lambda seed: at_random(seed, 0.05, 0.2), False)
-        yield short_case(rows, "drafts right at 10 to 50 %", lambda seed: at_random(seed, 0.1, 0.5), False)
-        yield short_case(rows, "nothing foreseen", lambda seed: at_random(seed, 0.0, 1e-9), False)
+        yield short_case(rows, "drafts right at 5 to 20 %", partial(at_random, low=0.05, high=0.2))
+        yield short_case(rows, "drafts right at 10 to 50 %", partial(at_random, low=0.1, high=0.5))
+        yield short_case(rows, "nothing foreseen", partial(at_random, low=0.0, high=1e-9))
         half = max(rows // 2, 1)
-        yield short_case(rows, f"{half} quote", lambda seed, half=half: quotes(seed, half, 0.6), True)  # type: ignore[misc]
+        yield short_case(rows, f"{half} quote", partial(quotes, rows=half, share=0.6))
     for looping in (1, 2, 4):
-        yield loop_case(4, looping)
+        yield short_case(4, f"{looping} repeat themselves", partial(loops, rows=looping), most=40)
     for case in ((1, 1, 0.9, 0.2), (4, 2, 0.9, 0.2), (16, 8, 0.93, 0.1), (16, 12, 0.8, 0.1), (16, 4, 0.9, 0.25)):
         yield long_case(*case)
 
