@@ -183,7 +183,7 @@ class Choice:
     def _pruned(self, step: Decision, trees: Sequence[DraftTree], slack: float) -> PrunedTrees:
         correction = self.costs.correction
         fixed = (correction.start - 1.0) * step.alone
-        return self._pruner.prune(step.shape, trees, step.worth, self.costs.table, fixed, correction.each, slack)
+        return self._pruner.prune(step.shape, trees, step.token_values, self.costs.table, fixed, correction.each, slack)
 
     def chain_length(self, step: Decision, most: int, stops_early: bool) -> tuple[int, list[float]]:
         """Choose the draft length of chains, up to ``most``, after the step's tree was pruned; 0 if the tree or nothing

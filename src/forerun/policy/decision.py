@@ -19,7 +19,7 @@ class Decision:
 
     Attributes:
         rows: what drafts recently gained, by row that may have a draft.
-        worth, values: what tokens of all waiting rows save, and the first token of a row that may have a draft.
+        token_values, values: what tokens of all waiting rows save, and the first token of a row that may have a draft.
         cost_to_go: of all waiting rows.
         plain, alone: cost of the pass without drafts, and without prompts either.
         fixed, slopes: cost of having nodes at all, and of a node of each row; ``prices``: of that node, in tokens.
@@ -38,7 +38,7 @@ class Decision:
 
     shape: PassShape
     rows: Sequence[RowGains]
-    worth: TokenValues
+    token_values: TokenValues
     values: list[float]
     cost_to_go: float
     plain: float
@@ -68,10 +68,10 @@ class Decision:
 
     def values_after(self, tokens: Mapping[int, float]) -> list[float]:
         """Return what a token of each row saves after so many tokens of these rows."""
-        if not self.worth.fade:
+        if not self.token_values.fade:
             return self.values
         every = [tokens.get(row, 0.0) for row in range(self.shape.waiting)]
-        return self.worth.after(every)[: len(self.shape)]
+        return self.token_values.after(every)[: len(self.shape)]
 
     @property
     def plain_step(self) -> bool:

@@ -213,7 +213,7 @@ def _best_row(table: NodeTable, rows: IntArray, look: float, worth: FloatArray) 
 
 @compiled
 def _gain(worth: FloatArray, row: int, tokens: float) -> float:
-    """Return what a part of a token of a row saves, and let its weight fade."""
+    """Return what a row's expected ``tokens`` save, and let its weight fade."""
     spread, total = worth[SPREAD, row], worth[WEIGHT].sum()
     share = worth[WEIGHT, row] / total
     left = math.exp(-tokens / spread)
@@ -261,9 +261,6 @@ def prune(
         fed: tokens of the pass besides nodes.
         fixed, slope: nodes cost ``slope`` times what they add by the curve, plus ``fixed``; at most ``slack``.
         worth: ``TokenValues``, ``[4, all rows]``; changed.
-
-    Returns:
-        All but the first field of ``PrunedTrees``.
     """
     table, calibration = _nodes_at(nodes), _calibration_at(groups)
     for row in range(rows.shape[1] - 1):
