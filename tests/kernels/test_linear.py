@@ -11,7 +11,7 @@ from support.linear_ops import fma32, layer, numbers
 from torch.nn.functional import gelu, silu
 
 from forerun.core.compiling import compiled
-from forerun.kernels.linear.linear import ADD, GATE, NUMBER_KINDS
+from forerun.kernels.linear.linear import ADD, CHUNK_COLUMNS, GATE, NUMBER_KINDS, PAIRS_AT_ONCE, PUT
 from forerun.kernels.linear.panels import transpose
 from forerun.kernels.linear.rowwise import GELU, SILU
 from forerun.kernels.linear.weight_format import multiplies_pairs
@@ -107,6 +107,18 @@ def test_three_matrices_over_the_same_tokens(n, dtype):
     x = numbers(n, 96, dtype=dtype, seed=2)
     apart = [layer(x, [w], [b], to=torch.float32) for w, b in zip(weights, biases, strict=True)]
     assert torch.equal(layer(x, weights, biases, to=torch.float32), torch.cat(apart, 1))
+
+
+@pytest.mark.parametrize("dtype", NUMBER_KINDS, ids=str)
+@pytest.mark.parametrize("mode", [PUT, GATE])
+def test_chunks_of_columns_over_many_panels_change_nothing(mode, dtype):
+    columns = 2 * CHUNK_COLUMNS * (2 if dtype == torch.bfloat16 else 1) + 40
+    outs = 2 * 16 * PAIRS_AT_ONCE + 70
+    weights = [numbers(outs, columns, dtype=dtype, seed=i) for i in range(2)]
+    biases, x = [numbers(outs, dtype=dtype, seed=5)] * 2, numbers(21, columns, dtype=dtype, seed=2)
+    together = layer(x, weights, biases, mode=mode, share=99)
+    for t in range(len(x)):
+        assert torch.equal(layer(x[t : t + 1], weights, biases, mode=mode), together[t : t + 1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -46,6 +46,10 @@ NUMBER_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
 PLAIN_NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in NUMBER_KINDS}
 UNPACKED_COLUMNS = 256
 """Columns of two panels unpacked at once: 32 KiB; a multiple of every format's block."""
+CHUNK_COLUMNS = 1024
+"""Words per row that are summed over ``PAIRS_AT_ONCE`` pairs of panels before the next: those of 64 tokens are 256 KiB
+and stay in the second cache."""
+PAIRS_AT_ONCE = 8
 TASKS_PER_THREAD = 8
 PUT, ADD, GATE = 0, 1, 2
 """``PUT`` stores sums, ``ADD`` adds them to floats, ``GATE`` multiplies their activations by the second matrix's."""
@@ -100,6 +104,7 @@ class LinearOp(NamedTuple):
     floats: int  # whether a matrix reads the tokens' words
     integers: int  # whether one reads quantised inputs
     few_tokens: int  # maximum tokens that the machine code ``few`` supports
+    chunk: int  # words per row that more tokens are multiplied by before the next pair of panels
     mode: int
     pairs: int
     share: int  # pairs per task
@@ -112,7 +117,7 @@ class LinearOp(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """A panel: addresses of its matrix, first row and sums, its number, and the index of its last row."""
+    """A panel: addresses of its matrix, first row's words and sums, its number, and the index of its last row."""
 
     matrix: int
     number: int
@@ -122,9 +127,10 @@ class Panel(NamedTuple):
 
 
 class TokenInputs(NamedTuple):
-    """An operation's tokens: their number, and addresses of their rows, words by column, and quantised rows."""
+    """Columns of an operation's tokens: counts, and addresses of their rows, words by column, and quantised rows."""
 
     n: int
+    words: int  # per row
     x: int
     columns: int
     quantised: int
@@ -236,9 +242,10 @@ def operation(
     share = max(1, pairs // (TASKS_PER_THREAD * threads))
     packed, integers = (table[:, Matrix._fields.index(name)] != 0 for name in ("unpack", "codes"))
     few_tokens = (WeightFormat if packed.any() else Plain).few_tokens[-1]
+    chunk = words if packed.any() or integers.any() else min(words, CHUNK_COLUMNS)
     return LINEAR, LinearOp(
-        which, kind, to_kind, *x, words, int(not integers.all()), int(integers.any()), few_tokens, mode, pairs, share,
-        share * threads, activation, *y, table.ctypes.data, len(table),
+        which, kind, to_kind, *x, words, int(not integers.all()), int(integers.any()), few_tokens, chunk, mode, pairs,
+        share, share * threads, activation, *y, table.ctypes.data, len(table),
     )  # fmt: skip
 
 
@@ -289,7 +296,7 @@ def scratch_bytes(tokens: int, words: int) -> int:
     panels = max(words, 2 * UNPACKED_COLUMNS)  # one copied, or parts of two unpacked
     inputs = -(-tokens * (words // INPUT_BLOCK + 1) * X_BLOCK // LINE)  # quantised; kernels read up to 3 rows after
     codes = UNPACKED_COLUMNS // INPUT_BLOCK * CODE_BYTES // LINE
-    return LINE * (groups * (words + LANES) + inputs + 2 * groups * LANES + codes + panels + LANES + 1)
+    return LINE * (groups * (words + LANES) + inputs + 2 * PAIRS_AT_ONCE * groups * LANES + codes + panels + LANES + 1)
 
 
 @compiled
@@ -334,36 +341,48 @@ def _run(address: int, fields: int, code_address: int, task: int, slot: int) -> 
     this, op = read_pass(address), read_linear(fields)
     n, x, y = this.outputs if op.which else this.n, op.x if op.x else this.x, op.y if op.y else this.y
     lanes, number = _lanes(op), 4 if op.to_kind == 0 else 2 if op.to_kind == 1 else 8
-    groups, quantised = (n + lanes - 1) // lanes, slot + _columns_bytes(op, n)
-    inputs = TokenInputs(n, x, slot, quantised)
-    sums = quantised + (n * _quantised_row(op) + LINE - 1) // LINE * LINE
-    twin = sums + groups * lanes * LINE
-    spare = twin + groups * lanes * LINE
-    for pair in range(task * op.share, min(op.pairs, (task + 1) * op.share)):
-        further = 1 if pair + 1 < (task + 1) * op.share else op.turn - op.share + 1
-        at, before, p = op.table, 0, pair if op.mode == GATE else 2 * pair
-        a = read_matrix(at)
-        while op.mode != GATE and p >= (a.panels + 1) // 2 * 2:
-            p, before, at = p - (a.panels + 1) // 2 * 2, before + a.outs, at + MATRIX_BYTES
-            a = read_matrix(at)
-        other = at + MATRIX_BYTES if op.mode == GATE else at
-        q = p if op.mode == GATE else min(p + 1, a.panels - 1)
-        ahead = further * (1 if op.mode == GATE else 2) * lanes
-        one, two = _begun(fields, n, at, p, sums), _begun(fields, n, other, q, twin)
-        _both(fields, code_address, inputs, one, two, ahead, spare)
-        place = y + (before + p * lanes) * number
-        _finish(fields, n, min(lanes, a.outs - p * lanes), sums, twin, place, number, spare)
-        if q > p:
-            _finish(fields, n, min(lanes, a.outs - q * lanes), twin, twin, place + lanes * number, number, spare)
+    size, quantised = (n + lanes - 1) // lanes * lanes * LINE, slot + _columns_bytes(op, n)
+    all_sums = quantised + (n * _quantised_row(op) + LINE - 1) // LINE * LINE
+    spare, end = all_sums + 2 * PAIRS_AT_ONCE * size, min(op.pairs, (task + 1) * op.share)
+    chunk = op.chunk if n > op.few_tokens else op.words
+    at_once = PAIRS_AT_ONCE if chunk < op.words else 1
+    for begin in range(task * op.share, end, at_once):
+        for first in range(0, op.words, chunk):
+            count = min(chunk, op.words - first)
+            for pair in range(begin, min(begin + at_once, end)):
+                further = 1 if pair + 1 < (task + 1) * op.share else op.turn - op.share + 1
+                at, before, p = op.table, 0, pair if op.mode == GATE else 2 * pair
+                a = read_matrix(at)
+                while op.mode != GATE and p >= (a.panels + 1) // 2 * 2:
+                    p, before, at = p - (a.panels + 1) // 2 * 2, before + a.outs, at + MATRIX_BYTES
+                    a = read_matrix(at)
+                other = at + MATRIX_BYTES if op.mode == GATE else at
+                q = p if op.mode == GATE else min(p + 1, a.panels - 1)
+                ahead = further * (1 if op.mode == GATE else 2) * lanes
+                sums = all_sums + 2 * (pair - begin) * size
+                twin = sums + size
+                one, two = _panel(fields, n, at, p, first, sums), _panel(fields, n, other, q, first, twin)
+                offset = first // a.block * LINE if first else 0
+                inputs = TokenInputs(n, count, x + offset, slot + first * LINE, quantised)
+                _both(fields, code_address, inputs, one, two, ahead, spare)
+                if first + count < op.words:
+                    continue
+                place = y + (before + p * lanes) * number
+                _finish(fields, n, min(lanes, a.outs - p * lanes), sums, twin, place, number, spare)
+                if q > p:
+                    place += lanes * number
+                    _finish(fields, n, min(lanes, a.outs - q * lanes), twin, twin, place, number, spare)
 
 
 @compiled
-def _begun(fields: int, n: int, address: int, number: int, sums: int) -> Panel:
+def _panel(fields: int, n: int, address: int, number: int, column: int, sums: int) -> Panel:
+    """Return a panel from a column on; its sums begin with the first."""
     op, matrix = read_linear(fields), read_matrix(address)
     first = number * _lanes(op)
     last = min(_lanes(op), matrix.outs - first) - 1
-    _begin(op.kind, n, matrix.bias, first, last + 1, sums)
-    return Panel(address, number, matrix.w + first * matrix.row, last, sums)
+    if column == 0:
+        _begin(op.kind, n, matrix.bias, first, last + 1, sums)
+    return Panel(address, number, matrix.w + first * matrix.row + column // matrix.block * LINE, last, sums)
 
 
 @compiled
@@ -371,14 +390,14 @@ def _both(fields: int, code: int, inputs: TokenInputs, one: Panel, other: Panel,
     """Sum over two panels, possibly of different matrices, for all tokens; prefetch the panels ``ahead`` rows after."""
     op, a, b, n = read_linear(fields), read_matrix(one.matrix), read_matrix(other.matrix), inputs.n
     if not (a.unpack or a.codes):
-        _plain(fields, n, inputs.x, inputs.columns, one, ahead, spare)
+        _plain(fields, inputs, one, ahead, spare)
         if other.w != one.w:
-            _plain(fields, n, inputs.x, inputs.columns, other, ahead, spare)
+            _plain(fields, inputs, other, ahead, spare)
     elif a.codes or b.codes or (n <= op.few_tokens and a.few != b.few):
         _alone(fields, code, inputs, one, ahead, spare)
         if other.w != one.w:
             if a.few:  # which writes two panels' sums
-                other = _begun(fields, n, other.matrix, other.number, other.sums)
+                other = _panel(fields, n, other.matrix, other.number, 0, other.sums)
             _alone(fields, code, inputs, other, ahead, spare)
     elif n > op.few_tokens:
         _unpacked(fields, code, n, inputs.columns, one, other, ahead, spare)
@@ -434,13 +453,13 @@ def _copy_rows(panel: Panel, to: int) -> None:
 
 
 @compiled
-def _plain(fields: int, n: int, x: int, tokens: int, panel: Panel, ahead: int, spare: int) -> None:
+def _plain(fields: int, inputs: TokenInputs, panel: Panel, ahead: int, spare: int) -> None:
     """Sum over a panel that needs no unpacking: full vectors, then the remaining columns."""
-    op, matrix = read_linear(fields), read_matrix(panel.matrix)
-    steps = op.words // matrix.block
+    matrix, n, x, tokens = read_matrix(panel.matrix), inputs.n, inputs.x, inputs.columns
+    steps = inputs.words // matrix.block
     if steps:
         _in_groups(fields, n, x, tokens, panel, panel.w, matrix.row, steps, ahead * matrix.row, spare)
-    rest = op.words - steps * matrix.block
+    rest = inputs.words - steps * matrix.block
     if rest:
         at = steps * LINE
         _copy(panel.w + at, matrix.row, rest * (LINE // matrix.block), panel.last + 1, spare)
