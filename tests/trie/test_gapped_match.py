@@ -8,6 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer
 
+from forerun.core.records import RecordArray
 from forerun.reference import bundled
 from forerun.trie.arrays import Index
 from forerun.trie.candidates import PositionEvidence
@@ -26,7 +27,7 @@ from forerun.trie.gapped_match import (
     start_match,
 )
 from forerun.trie.spelling import spellings
-from forerun.trie.tables import OUTPUT_MATCH, OWN, PROMPT_MATCH, RecordArray
+from forerun.trie.tables import OUTPUT_MATCH, OWN, PROMPT_MATCH
 from forerun.trie.text_cursor import TextCursor, ingest
 from forerun.trie.token_store import UNWRITTEN
 from forerun.trie.trie import Trie

@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from forerun.core.compiling import compiled
+from forerun.core.records import RecordArray
 from forerun.core.tree import IntArray
-from forerun.trie.tables import CHUNK_TOKENS, ENTRY, INDEX_STATE, RECYCLED_LIST, SLOT, TEXT_CHUNK, RecordArray
+from forerun.trie.tables import CHUNK_TOKENS, ENTRY, INDEX_STATE, RECYCLED_LIST, SLOT, TEXT_CHUNK
 
 Int32Array = npt.NDArray[np.int32]
 

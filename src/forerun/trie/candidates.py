@@ -12,10 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from forerun.core.compiling import compiled
+from forerun.core.records import RecordArray
 from forerun.core.tree import IntArray
 from forerun.trie.arrays import ORDERS, Int32Array
 from forerun.trie.gapped_match import GAPPED_MATCH_CELLS, SKIPS
-from forerun.trie.tables import ABSENT, CANDIDATE, CHANCE_CLASSES, LISTED, PREDICTION, RecordArray
+from forerun.trie.tables import ABSENT, CANDIDATE, CHANCE_CLASSES, LISTED, PREDICTION
 
 COPIED, UNIGRAM, RECYCLED, NOISY, SUBSTITUTE, SKIPPED, MATCHED = (
     2 * ORDERS + start for start in (0, 2, 4, 6, 7, 8, 10)

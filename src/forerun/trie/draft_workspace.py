@@ -7,11 +7,12 @@ from typing import NamedTuple
 import numpy as np
 
 from forerun.core.compiling import compiled
+from forerun.core.records import RecordArray
 from forerun.core.tree import Int8Array, IntArray
 from forerun.trie.arrays import ORDERS, FloatArray, HashArray, Index, Int32Array, find
 from forerun.trie.candidates import CandidateTable, PositionEvidence
 from forerun.trie.frontier import Frontier
-from forerun.trie.tables import COPY, GAPPED_MATCH, NOISE, OWN, SHARED, RecordArray
+from forerun.trie.tables import COPY, GAPPED_MATCH, NOISE, OWN, SHARED
 from forerun.trie.text_cursor import TextCursor
 
 

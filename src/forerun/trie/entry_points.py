@@ -8,6 +8,7 @@ import numpy as np
 
 from forerun.core.array_handles import reader
 from forerun.core.compiling import compiled
+from forerun.core.records import RecordArray
 from forerun.core.tree import Int8Array, IntArray
 from forerun.trie import text_cursor
 from forerun.trie.arrays import FloatArray, Index, Int32Array, tight
@@ -17,7 +18,7 @@ from forerun.trie.evidence import ENOUGH_CANDIDATES, complete, gather, gather_re
 from forerun.trie.logistic_mixer import Mixer, blank, teach, weigh
 from forerun.trie.namespace import PIECE_TOKENS
 from forerun.trie.recycled import Float32Array, RecycledRows, keep
-from forerun.trie.tables import OWN, SHARED, RecordArray
+from forerun.trie.tables import OWN, SHARED
 from forerun.trie.text_cursor import TextCursor, append_generated, peek
 
 index_at = reader(Index.allocate(0, 0, 0))

@@ -11,6 +11,7 @@ import math
 import numpy as np
 
 from forerun.core.compiling import compiled
+from forerun.core.records import RecordArray
 from forerun.core.sampling_kernels import gumbel_of
 from forerun.trie.arrays import ORDERS, Index, find, mix
 from forerun.trie.candidates import (
@@ -65,7 +66,7 @@ from forerun.trie.gapped_match import (
 )
 from forerun.trie.recycled import recall
 from forerun.trie.spelling import spelled
-from forerun.trie.tables import OUTPUT_MATCH, OWN, PROMPT_MATCH, SHARED, RecordArray
+from forerun.trie.tables import OUTPUT_MATCH, OWN, PROMPT_MATCH, SHARED
 from forerun.trie.token_store import MAX_AGREED, UNWRITTEN, following, read
 
 MAX_FOLLOWERS = 24

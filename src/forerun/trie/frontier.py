@@ -9,9 +9,10 @@ import numpy as np
 
 from forerun.core.compiling import compiled
 from forerun.core.origin import Origin
+from forerun.core.records import RecordArray
 from forerun.core.tree import IntArray
 from forerun.trie.arrays import FloatArray
-from forerun.trie.tables import SPAN, RecordArray
+from forerun.trie.tables import SPAN
 
 ORDER_BITS, NODE_BITS = 3, 20
 """Bits of each order, and of the parent. An entry packs token, parent, longest context in request and in namespace."""

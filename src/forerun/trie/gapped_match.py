@@ -19,10 +19,11 @@ from __future__ import annotations
 import numpy as np
 
 from forerun.core.compiling import compiled
+from forerun.core.records import RecordArray
 from forerun.trie.arrays import Index, mix
 from forerun.trie.contexts import times
 from forerun.trie.spelling import spelled
-from forerun.trie.tables import OUTPUT_MATCH, PROMPT_MATCH, RecordArray
+from forerun.trie.tables import OUTPUT_MATCH, PROMPT_MATCH
 from forerun.trie.token_store import UNWRITTEN, following, read
 
 PROMPT_LOOKAHEAD, OUTPUT_LOOKAHEAD = 4, 8

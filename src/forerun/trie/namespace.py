@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from forerun.core.array_handles import ArrayHandles
+from forerun.core.records import RecordArray
 from forerun.core.tree import IntArray
 from forerun.trie import arrays, text_cursor, token_store
 from forerun.trie.arrays import Index
 from forerun.trie.logistic_mixer import Mixer
-from forerun.trie.tables import CHUNK_TOKENS, SHARED, TEXT_CHUNK, RecordArray
+from forerun.trie.tables import CHUNK_TOKENS, SHARED, TEXT_CHUNK
 from forerun.trie.text_cursor import TextCursor
 
 PIECE_TOKENS = 32

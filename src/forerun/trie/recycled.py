@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forerun.core.compiling import compiled
+from forerun.core.records import RecordArray
 from forerun.core.tree import IntArray
 from forerun.trie.arrays import HashArray, Index, Int32Array, mix, table_row
 from forerun.trie.candidates import (
@@ -28,7 +29,7 @@ from forerun.trie.candidates import (
     PositionEvidence,
     candidate,
 )
-from forerun.trie.tables import CHANCE_CLASSES, LISTED, OWN, SHARED, RecordArray
+from forerun.trie.tables import CHANCE_CLASSES, LISTED, OWN, SHARED
 
 Float32Array = npt.NDArray[np.float32]
 

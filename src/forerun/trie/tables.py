@@ -1,8 +1,4 @@
-"""Every table of the index, and its columns.
-
-A table is a numpy array of records, like an array of C structs: ``table[row].column`` is one load or store in compiled
-code. In Python it costs a microsecond or two and ``table["column"]`` a tenth of that, so code in every step uses the
-latter.
+"""Every table of the index, and its columns; see ``core.records``.
 
 Conventions: 0 is "none" in every link and position, so row 0 of ``slots``, ``blocks`` and ``text`` is unused. A
 *source* is ``OWN`` (the request) or ``SHARED`` (its namespace); a gapped *match* is ``PROMPT_MATCH`` or
@@ -11,12 +7,11 @@ Conventions: 0 is "none" in every link and position, so row 0 of ``slots``, ``bl
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-RecordArray = npt.NDArray[np.record]
+from forerun.core.records import named, records
 
 OWN, SHARED = range(2)
 
@@ -25,22 +20,7 @@ PROMPT_MATCH, OUTPUT_MATCH = range(2)
 CHUNK_TOKENS = 32
 
 
-def _records(*columns: str | tuple[Any, ...]) -> np.dtype[np.record]:
-    """Return a record type. A string names int64 columns, separated by spaces."""
-    fields = list[tuple[Any, ...]]()
-    for each in columns:
-        fields += [(name, np.int64) for name in each.split()] if isinstance(each, str) else [each]
-    return _of(np.dtype(fields, align=True))
-
-
-def _of(columns: np.dtype[np.void]) -> np.dtype[np.record]:
-    taken = [name for name in columns.names or () if hasattr(np.record, name)]
-    if taken:  # in Python, rows would return that attribute
-        raise ValueError(f"columns are called {taken}, which are attributes of numpy's records")
-    return cast("np.dtype[np.record]", np.dtype((np.record, columns)))
-
-
-SLOT = _records(("key", np.int32), ("chain", np.int32), ("total", np.int32), ("value", np.int32))
+SLOT = records(("key", np.int32), ("chain", np.int32), ("total", np.int32), ("value", np.int32))
 """``Index.slots``: one context.
 
 - ``key``: 31 bits of the hash of its tokens.
@@ -55,7 +35,7 @@ _ENTRY: Any = {
     "offsets": [0, 4, 0, 4, 4],
 }
 
-ENTRY = _of(np.dtype(_ENTRY, align=True))
+ENTRY = named(np.dtype(_ENTRY, align=True))
 """``Index.blocks``: a context's followers, if several: a header row, then one row per follower.
 
 - ``token``, ``count``: a follower, and how often it followed.
@@ -64,10 +44,10 @@ ENTRY = _of(np.dtype(_ENTRY, align=True))
 - ``free``: free block: the next free block of this size. Shares memory with ``count``.
 """
 
-TEXT_CHUNK = _records(("tokens", np.int32, (CHUNK_TOKENS,)), ("after", np.int32), ("before", np.int32))
+TEXT_CHUNK = records(("tokens", np.int32, (CHUNK_TOKENS,)), ("after", np.int32), ("before", np.int32))
 """``Index.text``: a chunk of a sequence: tokens, padded with -1; next chunk (or next free one), previous one."""
 
-INDEX_STATE = _records("mask split slots slot_top slot_free rows block_top chunks chunk_top chunk_free tokens lists")
+INDEX_STATE = records("mask split slots slot_top slot_free rows block_top chunks chunk_top chunk_free tokens lists")
 """``Index.state``: one row of counters.
 
 - ``mask``, ``split``: of linear hashing: ``mask + 1 + split`` buckets, the first ``split`` already split.
@@ -82,7 +62,7 @@ LISTED = 8
 
 CHANCE_CLASSES = 14
 
-RECYCLED_LIST = _records(
+RECYCLED_LIST = records(
     ("key", np.uint64),
     ("tokens", np.int32, (LISTED,)),
     ("chances", np.float32, (LISTED,)),
@@ -95,7 +75,7 @@ RECYCLED_LIST = _records(
 - ``chances``: softmax over the list, and its ``classes``.
 """
 
-COPY = _records("position agreed wrong")
+COPY = records("position agreed wrong")
 """``TextCursor.copies``: where the sequence seems to repeat an earlier passage, as in PAQ's match model.
 
 - ``position``: of the token that the copy predicts next.
@@ -103,7 +83,7 @@ COPY = _records("position agreed wrong")
 - ``wrong``: the last eight predictions, one bit each, set if wrong; bit 0 is the latest.
 """
 
-GAPPED_MATCH = _records("position resumed gap run prompt_end spelled")
+GAPPED_MATCH = records("position resumed gap run prompt_end spelled")
 """``TextCursor.matches``: where the sequence repeats an earlier passage, with other tokens in between.
 
 - ``position``: of the token that the match predicts first.
@@ -114,10 +94,10 @@ GAPPED_MATCH = _records("position resumed gap run prompt_end spelled")
 - ``spelled``: tokens so far of the spelling of the word at ``position``.
 """
 
-TEXT_END = _records("position chunk")
+TEXT_END = records("position chunk")
 """``TextCursor.ends``: position of the last token (-1: no longer written), and first chunk."""
 
-CANDIDATE = _records(
+CANDIDATE = records(
     "token",
     ("longest", np.int64, (2,)),
     "match_class listed",
@@ -136,7 +116,7 @@ CANDIDATE = _records(
 - ``odds``, ``chance``: mixed log-odds, and the probability after correction.
 """
 
-ABSENT = _records(("shorter", np.int32), ("unknown", np.int32), ("rare", np.int32))
+ABSENT = records(("shorter", np.int32), ("unknown", np.int32), ("rare", np.int32))
 """``PositionEvidence.absent``: a context's cell for a candidate that is not among the followers read.
 
 - ``shorter``: the candidate followed the context one token shorter.
@@ -144,14 +124,14 @@ ABSENT = _records(("shorter", np.int32), ("unknown", np.int32), ("rare", np.int3
 - ``rare``: it followed this context, but too rarely to be read.
 """
 
-PREDICTION = _records("token cell agreed")
+PREDICTION = records("token cell agreed")
 """``PositionEvidence.copies``: a predicted token, the cell of all others (the next is its own), ``COPY.agreed``."""
 
-NOISE = _records(("seed", np.uint64), "position", ("temperature", np.float64))
+NOISE = records(("seed", np.uint64), "position", ("temperature", np.float64))
 """``DraftWorkspace.noise``, the noise of the token at ``position`` (see ``evidence.noise_of``): the sampler's seed,
 mixed once, and the temperature, 0 if noise is unknown or absent."""
 
-TEXT_STEP = _records(
+TEXT_STEP = records(
     "own shared cursor mixer",
     ("seed", np.uint64),
     ("temperature", np.float64),
@@ -170,5 +150,5 @@ TEXT_STEP = _records(
 - ``piece``, ``nodes``: tokens indexed last, and nodes drafted.
 """
 
-SPAN = _records("head tail")
+SPAN = records("head tail")
 """``Frontier.span``: entries run from ``head`` to before ``tail``."""

@@ -12,21 +12,12 @@ from typing import NamedTuple
 import numpy as np
 
 from forerun.core.compiling import compiled
+from forerun.core.records import RecordArray
 from forerun.core.tree import IntArray
 from forerun.trie.arrays import ORDERS, HashArray, Index
 from forerun.trie.contexts import count, uncount
 from forerun.trie.gapped_match import current_substitute_hash, follow_matches, skip_hash, skip_to, start_match
-from forerun.trie.tables import (
-    CHUNK_TOKENS,
-    COPY,
-    GAPPED_MATCH,
-    OUTPUT_MATCH,
-    OWN,
-    PROMPT_MATCH,
-    SHARED,
-    TEXT_END,
-    RecordArray,
-)
+from forerun.trie.tables import CHUNK_TOKENS, COPY, GAPPED_MATCH, OUTPUT_MATCH, OWN, PROMPT_MATCH, SHARED, TEXT_END
 from forerun.trie.token_store import (
     LONG_NGRAM,
     MAX_AGREED,

@@ -10,9 +10,10 @@ from __future__ import annotations
 import numpy as np
 
 from forerun.core.compiling import compiled
+from forerun.core.records import RecordArray
 from forerun.core.tree import IntArray
 from forerun.trie.arrays import HashArray, Index, Int32Array, mix, table_row
-from forerun.trie.tables import CHUNK_TOKENS, RecordArray
+from forerun.trie.tables import CHUNK_TOKENS
 
 SHORT_NGRAM, LONG_NGRAM = 3, 5
 """Lengths of the two hinted n-grams; a copy needs ``SHORT_NGRAM`` agreeing tokens, and contexts are hashed up to

@@ -19,6 +19,7 @@ import numpy as np
 
 from forerun.core.array_handles import ArrayHandles
 from forerun.core.fairness import locked
+from forerun.core.records import RecordArray
 from forerun.core.tree import IntArray
 from forerun.trie import entry_points, text_cursor
 from forerun.trie.arrays import Index
@@ -26,7 +27,7 @@ from forerun.trie.draft_workspace import Draft, DraftWorkspace
 from forerun.trie.logistic_mixer import Mixer
 from forerun.trie.recycled import NOTHING_TO_KEEP, RecycledRows, RowsToKeep, joined
 from forerun.trie.spelling import spellings
-from forerun.trie.tables import CHUNK_TOKENS, TEXT_STEP, RecordArray
+from forerun.trie.tables import CHUNK_TOKENS, TEXT_STEP
 from forerun.trie.text_cursor import TextCursor
 from forerun.trie.trie_file import TrieFileError
 from forerun.trie.trie_store import Tokens, TrieConfig, TrieStore, checked
