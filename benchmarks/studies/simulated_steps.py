@@ -21,7 +21,7 @@ from forerun.decoding.source import Limit, Source, Wants
 from forerun.models.forward.runtime import Runtime
 from forerun.models.heads.head import CONTEXT_ENTRIES
 from forerun.policy.cost_curve import CostCurve
-from forerun.policy.pass_shape import PassShape
+from forerun.policy.decision import PassShape
 from forerun.policy.step_costs import DraftPasses
 
 RIGHT, WRONG, OTHER = 7, 9, 10  # the token of every request, and those of rejected drafts
@@ -227,8 +227,8 @@ def _step(world: World, outline: Outline, planner: AdaptivePlanner, live: list[R
     count, beside = len(live), world.beside(world.steps)
     left = [row.wants for row in live]
     shape = PassShape(
-        left, [outline.cached] * count, [1] * count, [64] * count, beside,
-        [max(left)] * outline.undrafted, [outline.cached] * outline.undrafted, outline.closed,
+        left + [max(left)] * outline.undrafted, [outline.cached] * (count + outline.undrafted), [1] * count,
+        [64] * count, beside, outline.closed,
     )  # fmt: skip
     began = world.now
     skips = planner.skips(live, shape.decodes and not outline.undrafted)

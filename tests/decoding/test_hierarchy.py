@@ -47,8 +47,8 @@ from forerun.decoding.source import Limit, Source
 from forerun.decoding.sources.trie_source import TrieSource
 from forerun.models.forward.runtime import default_runtime
 from forerun.policy.cost_curve import CostCurve
+from forerun.policy.decision import PassShape
 from forerun.policy.ledger import SHARE, START_SLACK
-from forerun.policy.pass_shape import PassShape
 
 TARGET = MockTarget(3, peak=1.5, seed=7)
 MIDDLE = MockTarget(3, peak=1.5, seed=8)

@@ -20,10 +20,23 @@ from forerun.models.forward.runtime import Runtime
 from forerun.policy.calibration import LOWEST_ODDS, ChainConfidence, odds_of
 from forerun.policy.choice import Choice
 from forerun.policy.cost_curve import CostCurve, CostTable
-from forerun.policy.gains import RECENT_TREES, SUFFIX_GAINS, SUFFIXES, AcceptanceRate, Gains, RowGains
-from forerun.policy.ledger import CREDIT, SAVED, SHARE, START_SLACK, TRIAL_SLACK, Ledger, cost_to_go, token_values
-from forerun.policy.pass_shape import PassShape
+from forerun.policy.decision import PassShape
+from forerun.policy.gains import RECENT_TREES, AcceptanceRate, RowGains, class_of, first_gains, gain_of, record_gain
+from forerun.policy.ledger import (
+    CREDIT,
+    SAVED,
+    SHARE,
+    START_SLACK,
+    TRIAL_SLACK,
+    book,
+    book_plain,
+    lacks,
+    lacks_costly,
+    open_batch,
+    value_later,
+)
 from forerun.policy.step_costs import DraftPasses
+from forerun.policy.tables import ACCOUNT, CHEAP, Policy
 from forerun.policy.time_model import AS_THE_CURVE_SAYS, TimeModel
 
 LOADED = CostCurve((1, 2), (1.0, 1.02), unit=1.0)
@@ -92,9 +105,9 @@ def test_savings_of_earlier_batches_are_lost_as_a_share_of_a_later_one_only():
     _, planner = simulate(world, Outline(1, 400, sources="t", batches=1))
     ledger = planner.choice.ledger
     assert ledger.slack == SAVED
-    ledger.open(200.0)
+    open_batch(ledger, 200.0)
     assert ledger.slack == pytest.approx(CREDIT * 200)
-    ledger.open(10.0)
+    open_batch(ledger, 10.0)
     assert ledger.slack == TRIAL_SLACK
 
 
@@ -144,8 +157,8 @@ def test_a_decision_to_draft_nothing_ends_where_a_row_promises_more(rows, monkey
     """It stands for most steps before, and all of these are booked as progress."""
     world = World(LOADED, asking=0.2, known=lambda row, place: 40 if place >= 300 else 0)
     world.hits = lambda row, place: place >= 300
-    decided, begin = list[int](), Choice.begin
-    monkeypatch.setattr(Choice, "begin", lambda *given: decided.append(world.steps) or begin(*given))
+    decided, decide = list[int](), Choice.decide
+    monkeypatch.setattr(Choice, "decide", lambda *given: decided.append(world.steps) or decide(*given))
     seconds, planner = simulate(world, Outline(rows, 400, sources="t"))
     assert sum(step < 300 for step in decided) < 60
     assert min(place for _, place in world.asked if place > 100) <= 301
@@ -190,7 +203,10 @@ def test_a_batch_starts_with_tokens_worth_a_plain_step() -> None:
     world = World(LOADED, known=lambda row, place: 40, hits=lambda row, place: True)
     _, planner = simulate(world, Outline(1, 200, sources="t"))
     choice, shape = planner.choice, PassShape([100], [0], [1], [64])
-    later, first = (choice.begin(shape, [RowGains(AcceptanceRate())], fresh).values[0] for fresh in (False, True))
+    values = choice._policy.rows["value"]
+    later, first = (
+        choice.decide(shape, [RowGains(AcceptanceRate())], [0], fresh) and values[0] for fresh in (False, True)
+    )
     assert later > 1.1 and first == pytest.approx(1.0)
 
 
@@ -257,12 +273,12 @@ def test_a_head_that_is_never_right_is_left(deepening, cached):
 
 def test_a_head_that_is_left_gets_no_states_and_lets_steps_be_skipped(monkeypatch):
     """It is tried again after as many steps as the ledger says."""
-    kept, decided, learn, begin = list[bool](), list[int](), AdaptivePlanner.learn, Choice.begin
+    kept, decided, learn, decide = list[bool](), list[int](), AdaptivePlanner.learn, Choice.decide
     world = with_head(0, SHORT, 0.3, 0.0, 0.0)
     monkeypatch.setattr(
         AdaptivePlanner, "learn", lambda planner, *given: kept.append(bool(planner.states)) or learn(planner, *given)
     )
-    monkeypatch.setattr(Choice, "begin", lambda *given: decided.append(world.steps) or begin(*given))
+    monkeypatch.setattr(Choice, "decide", lambda *given: decided.append(world.steps) or decide(*given))
     simulate(world, Outline(1, 96, sources="td", batches=16))
     late = kept[400:]
     assert sum(late) < 0.1 * len(late) and len(decided) < 0.75 * len(kept)
@@ -439,7 +455,7 @@ def test_a_long_prompt_is_read_for_chains_if_they_are_expected_to_save_more_than
     """What that costs beyond its share is booked."""
     planner, chains = preparing(drafting, 5e-5, reading(100))
     admitted(planner, range(10_000), tokens)
-    free = 0.05 * planner.choice.costs.table.prefill(10_000)
+    free = 0.05 * planner.choice.costs.prefill(10_000)
     assert bool(chains.prepared) == prepared
     assert planner.choice.ledger.lost == pytest.approx(max(10.0 - free, 0.0) if prepared else 0.0)
 
@@ -449,7 +465,7 @@ def test_a_prompt_is_not_prepared_where_that_costs_more_than_a_share_of_reading_
     planner, chains = preparing(0.2, 0.02, reading(10))
     admitted(planner, range(600), 10_000)
     assert not chains.prepared
-    planner.choice.ledger.book(0.0, 1000.0)
+    book(planner.choice.ledger, 0.0, 1000.0, False, 0.0, True)
     admitted(planner, range(100), 10_000)
     assert planner.choice.ledger.slack == SAVED
 
@@ -488,7 +504,7 @@ def test_costs_that_others_disturbed_are_measured_again_when_a_request_begins_al
     second.close()
     third.close()
     admitted(planner, [1, 2, 3], 8)
-    assert not found and planner.choice.costs.unit == 1.0 and not planner.choice.costs.table.costs.doubtful
+    assert not found and planner.choice.unit == 1.0 and not planner.choice.costs.costs.doubtful
 
 
 def test_a_batch_of_another_size_begins_with_what_was_learned():
@@ -505,69 +521,87 @@ def test_a_batch_of_another_size_begins_with_what_was_learned():
 # parts
 
 
+def valued(left: list[int], curve: CostCurve, closed: bool = True, gain: float = 1.0, stretch: float = 1.0) -> Policy:
+    """Return what is known when a step of rows with these tokens left is decided."""
+    choice, count = Choice(curve, 48), len(left)
+    choice.ledger.stretch = stretch
+    shape = PassShape(left, [0] * count, [1] * count, [64] * count, closed=closed)
+    choice.decide(shape, [RowGains(AcceptanceRate(), gain)] * count, None)
+    return choice._policy
+
+
 def test_a_batch_costs_what_its_rows_cost_one_after_the_other():
     """Three rows of 5, 2 and 9 tokens: two steps of three, three of two, four of one."""
     curve = CostCurve((1, 2), (1.0, 1.5), per_row=0.25)
-    table = CostTable(curve)
-    cost = cost_to_go([5, 2, 9], [0, 0, 0], table, True)
+    closed, opened = (valued([5, 2, 9], curve, each).step["cost_to_go"][0] for each in (True, False))
     each = [curve.of([1] * rows, [0] * rows) for rows in (1, 2, 3)]
-    assert cost == pytest.approx(2 * each[2] + 3 * each[1] + 4 * each[0])
-    assert cost_to_go([5, 2, 9], [0, 0, 0], table, False) == pytest.approx(16 * each[2] / 3)
+    assert closed == pytest.approx(2 * each[2] + 3 * each[1] + 4 * each[0])
+    assert opened == pytest.approx(16 * each[2] / 3)
 
 
 def test_a_token_of_the_row_that_ends_last_is_worth_most_and_in_a_server_all_are_alike():
-    table = CostTable(CostCurve((1, 2), (1.0, 1.01)))
-    worth = _first_tokens([400, 20, 20, 20], [1.0] * 4, table)
+    curve, left = CostCurve((1, 2), (1.0, 1.01)), [400, 20, 20, 20]
+    worth = valued(left, curve).rows["value"][:4]
     assert worth[0] > 0.95 and max(worth[1:]) < 0.03
-    assert _first_tokens([400, 20, 20, 20], [1.0] * 4, table, closed=False) == pytest.approx([1.03 / 4] * 4)
-    assert _first_tokens([400], [2.0], table, stretch=1.1) == pytest.approx([0.55])
+    assert valued(left, curve, closed=False).rows["value"][:4] == pytest.approx([1.03 / 4] * 4)
+    assert valued([400], curve, gain=2.0, stretch=1.1).rows["value"][0] == pytest.approx(0.55)
 
 
 def test_tokens_of_one_row_are_worth_less_and_less_and_those_of_all_rows_are_not():
     """Sixteen steps of four rows: one row's tokens end the batch sooner only while it may be the last."""
-    values = token_values([16] * 4, [1.0] * 4, [0] * 4, CostTable(CostCurve((1, 2), (1.0, 1.01))), 1.0, True)
-    first, later, together = (values.after(tokens)[0] for tokens in ([0] * 4, [12, 0, 0, 0], [12] * 4))
+    policy, found = valued([16] * 4, CostCurve((1, 2), (1.0, 1.01))), []
+    rows = policy.rows[:4]
+    for ahead in ([0] * 4, [12, 0, 0, 0], [12] * 4):
+        rows["ahead"] = ahead
+        value_later(policy.step[0], rows)
+        found.append(float(rows["later"][0]))
+    first, later, together = found
     assert first == pytest.approx(together) and later < first / 8
 
 
-def _first_tokens(left, gains, table, stretch=1.0, closed=True):
-    return token_values(left, gains, [0] * len(left), table, stretch, closed).after([0.0] * len(left))
+@pytest.fixture
+def account() -> np.record:
+    (account,) = np.zeros(1, ACCOUNT)
+    account.slack, account.trials = START_SLACK, TRIAL_SLACK
+    return account
 
 
-def test_a_ledger_keeps_savings_up_to_a_limit_and_trials_apart():
-    ledger = Ledger()
-    ledger.book(1.0, 101.0)
-    assert ledger.slack == SAVED and ledger.trials == pytest.approx(TRIAL_SLACK + SHARE)
-    ledger.book(3.0, 1.0, trial=True)
-    assert ledger.trials == pytest.approx(TRIAL_SLACK + SHARE - 2 + SHARE) and ledger.lacks(10.0) <= 0
-    assert ledger.lacks(10.0, trial=True) > 0
+def test_a_ledger_keeps_savings_up_to_a_limit_and_trials_apart(account):
+    book(account, 1.0, 101.0, False, 0.0, True)
+    assert account.slack == SAVED and account.trials == pytest.approx(TRIAL_SLACK + SHARE)
+    book(account, 3.0, 1.0, True, 0.0, True)
+    assert account.trials == pytest.approx(TRIAL_SLACK + SHARE - 2 + SHARE) and lacks(account, 10.0, False) <= 0
+    assert lacks(account, 10.0, True) > 0
 
 
-def test_a_costly_source_spends_its_own_part_while_the_slack_is_small():
+def test_a_costly_source_spends_its_own_part_while_the_slack_is_small(account):
     """Its trials in a step that pays are trials, too."""
-    ledger = Ledger()
-    assert ledger.lacks_costly(0.0, 0.3) == pytest.approx(0.6)
+    assert lacks_costly(account, 0.0, 0.3, False) == pytest.approx(0.6)
     for _ in range(60):
-        ledger.book_plain(0.0, 1.0)
-    assert ledger.costly == pytest.approx(0.3) and ledger.slack == pytest.approx(START_SLACK + 0.6)
-    ledger.slack = START_SLACK
-    assert ledger.lacks_costly(0.1, 0.29) <= 0 < ledger.lacks_costly(0.1, 0.31)
-    trials = ledger.trials
-    ledger.book(1.5, 2.0, costly=0.2, hopeful=False)
-    assert ledger.costly == pytest.approx(0.3 - 0.2 + 0.0075)
-    assert ledger.trials == pytest.approx(trials - 0.2 + 0.015)
-    assert ledger.slack > START_SLACK and ledger.lacks_costly(0.0, 0.9) <= 0
+        book_plain(account, 0.0, 1.0)
+    assert account.costly == pytest.approx(0.3) and account.slack == pytest.approx(START_SLACK + 0.6)
+    account.slack = START_SLACK
+    assert lacks_costly(account, 0.1, 0.29, False) <= 0 < lacks_costly(account, 0.1, 0.31, False)
+    trials = account.trials
+    book(account, 1.5, 2.0, False, 0.2, False)
+    assert account.costly == pytest.approx(0.3 - 0.2 + 0.0075)
+    assert account.trials == pytest.approx(trials - 0.2 + 0.015)
+    assert account.slack > START_SLACK and lacks_costly(account, 0.0, 0.9, False) <= 0
 
 
 def test_what_trees_gave_is_followed_for_each_class_of_suffixes():
-    gains = Gains(SUFFIXES, SUFFIX_GAINS)
-    before = [gains.expected(kind) for kind in range(4)]
-    assert before == sorted(before) and [gains.kind(known) for known in (0, 3, 8, 32)] == [0, 1, 2, 3]
+    policy = Policy.allocate(CostTable(LOADED), *first_gains())
+
+    def expected(kind: int, price: float = 0.0) -> float:
+        return gain_of(policy, CHEAP, kind, price, 0.0)
+
+    before = list(map(expected, range(4)))
+    assert before == sorted(before) and [class_of(CHEAP, known) for known in (0, 3, 8, 32)] == [0, 1, 2, 3]
     for _ in range(3 * RECENT_TREES):
-        gains.record(2, 2.0)
-    assert [gains.expected(kind) for kind in (0, 1, 3)] == [before[0], before[1], before[3]]
-    assert gains.expected(2) == pytest.approx(2.0, abs=0.2)
-    assert gains.expected(2) > gains.expected(2, 0.1) > gains.expected(2, 0.4) > gains.expected(2, 0.7) == 0.0
+        record_gain(policy, CHEAP, 2, 2.0)
+    assert [expected(kind) for kind in (0, 1, 3)] == [before[0], before[1], before[3]]
+    assert expected(2) == pytest.approx(2.0, abs=0.2)
+    assert expected(2) > expected(2, 0.1) > expected(2, 0.4) > expected(2, 0.7) == 0.0
 
 
 def test_a_disturbance_is_credible_in_part_only_and_a_second_one_in_full():

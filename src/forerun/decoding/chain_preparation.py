@@ -13,6 +13,7 @@ from forerun.decoding.source import Source
 from forerun.kv.cache import READ_BLOCK
 from forerun.policy.choice import Choice
 from forerun.policy.gains import RowGains
+from forerun.policy.ledger import book
 from forerun.policy.time_model import NOTHING_KNOWN, TimeModel
 
 PREPARING_READS = 8.0
@@ -97,23 +98,21 @@ class ChainPreparation:
 
     def _guess(self, row: Row) -> float:
         choice, request = self._choice, row.request
-        each = PREPARING_READS * float(choice.costs.table.costs.cached(1))
+        each = PREPARING_READS * float(choice.costs.costs.cached(1))
         return max(each, LEAST_COST) * len(request) + choice.draft.prefill(request.prompt_length)
 
     def _free(self, row: Row) -> float:
-        return PREFILL_SHARE * self._choice.costs.table.prefill(row.request.prompt_length)
+        return PREFILL_SHARE * self._choice.costs.prefill(row.request.prompt_length)
 
     def _pays(self, row: Row) -> bool:
         """Return whether chains are expected to save more in the rest of a request than preparing it costs."""
         choice, length, cached = self._choice, min(self._longest, row.wants - 1), len(row.request) - 1
         if length < 1:
             return False
-        table, lengths = choice.costs.table, np.arange(1, length + 1)
+        table, lengths = choice.costs, np.arange(1, length + 1)
         plain = table.decoding(1, cached)
-        passes = plain + choice.costs.correction.each * np.array(
-            [table.cost([1 + n], [cached]) - plain for n in lengths.tolist()]
-        )
-        draft, rate = choice.costs.draft_line([cached]), choice.chains.rate()
+        passes = plain + choice.node_share * np.array([table.cost([1 + n], [cached]) - plain for n in lengths.tolist()])
+        draft, rate = choice.draft_line([cached]), choice.chains.rate()
         best = float(((1 + (rate**lengths).cumsum()) / (draft.start + draft.each * lengths + passes)).max())
         trees = max(TREES_GAIN, choice.gain) if _is_short(row) else TREES_GAIN
         saved = row.wants * ((plain / trees if self._trees else plain) - 1 / best)
@@ -122,9 +121,9 @@ class ChainPreparation:
 
     def _record(self, row: Row, seconds: float) -> None:
         """Record how long preparation ran; book what the prompt's prefill does not pay."""
-        if unit := self._choice.costs.unit:
+        if unit := self._choice.unit:
             self._seconds.record(seconds / unit / self._guess(row))
-            self._choice.ledger.book(max(seconds / unit - self._free(row), 0.0), 0.0)
+            book(self._choice.ledger, max(seconds / unit - self._free(row), 0.0), 0.0, False, 0.0, True)
 
 
 def _is_short(row: Row) -> bool:

@@ -33,7 +33,7 @@ from forerun.kv.full_cache import FullCache
 from forerun.models.forward.prefill import read_prompt
 from forerun.models.forward.scorer import Scorer
 from forerun.policy.calibration import ChainConfidence
-from forerun.policy.pass_shape import PassShape
+from forerun.policy.decision import PassShape
 
 log = logging.getLogger(__name__)
 
@@ -194,13 +194,11 @@ class Level(Source):
         cached = [self._reads(len(row.request) - tokens) for row, tokens in zip(texts, pending, strict=True)]
         others = [n for n in range(len(texts)) if n not in drafted] if len(drafted) < len(texts) else []
         return PassShape(
-            [left[n] for n in drafted],
-            [cached[n] for n in drafted],
+            [left[n] for n in (*drafted, *others)],
+            [cached[n] for n in (*drafted, *others)],
             [pending[n] for n in drafted],
             [budgets[n] for n in drafted],
             sum(len(block) for _, block in reading) + sum(pending[n] - 1 for n in others),
-            [left[n] for n in others],
-            [cached[n] for n in others],
             closed,
         )
 

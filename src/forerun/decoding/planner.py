@@ -16,11 +16,10 @@ from forerun.decoding.source import Limit, Source, Wants
 from forerun.kv.cache import READ_BLOCK
 from forerun.models.forward.runtime import Runtime
 from forerun.models.forward.scorer import Scorer
-from forerun.policy import tree_pruning
+from forerun.policy import choice
 from forerun.policy.choice import Choice
 from forerun.policy.cost_curve import CostTable
-from forerun.policy.decision import Decision, PlainSteps
-from forerun.policy.pass_shape import PassShape
+from forerun.policy.decision import Decision, PassShape, PlainSteps
 from forerun.policy.step_costs import DraftPasses
 
 UNSURE = float("inf")
@@ -171,7 +170,7 @@ class AdaptivePlanner(Planner):
         self._skipped = False  # whether it holds in the step under way
 
     def warm_up(self) -> None:
-        tree_pruning.warm_up()
+        choice.warm_up()
         self._measure()
 
     @property
@@ -244,7 +243,8 @@ class AdaptivePlanner(Planner):
         """Return the best part of each tree, or chains, or None, whichever is worth most."""
         began = self._clock()
         self._end_plain_steps()
-        decision = self.choice.begin(shape(), [row.states[self] for row in rows], self._fresh)
+        known = None if self.trees is None else proposals.promises(self.trees, rows)
+        decision = self.choice.decide(shape(), [row.states[self] for row in rows], known, self._fresh)
         self._fresh = False
         trees = self._draft_best(rows, decision)
         decision.planning = self._clock() - began
@@ -256,19 +256,19 @@ class AdaptivePlanner(Planner):
         if self.costly is not None:
             self.states = self.wants.states if decision.costly else ()
             self.costly.trusted = decision.trusted
-        if shape.decodes and self.choice.costs.plain_step_due(self.choice.gain):
+        if decision.due:
             return None
         trees = None if self.trees is None else self._trees(self.trees, rows, decision)
-        if self._preparation is not None and shape.decodes and max(shape.cached) >= self._beyond:
+        if self._preparation is not None and shape.decodes and max(shape.cached[: len(rows)]) >= self._beyond:
             trees = self._chains(self._preparation, rows, decision) or trees
         return trees
 
     def _trees(self, source: Source, rows: Sequence[Row], decision: Decision) -> list[DraftTree] | None:
-        proposing = self.choice.choose_rows(decision, proposals.promises(source, rows))
+        proposing = decision.proposing
         if not proposing and not decision.costly:
             return None
         began, trees = self._clock(), [DraftTree.empty()] * len(rows)
-        limits = [Limit(*limit) for limit in self.choice.limits(decision)]
+        limits = [Limit(*limit) for limit in decision.limits]
         if proposing:
             found = proposals.propose(source, [rows[row] for row in proposing], [limits[row] for row in proposing])
             for row, tree in zip(proposing, found, strict=True):
@@ -298,7 +298,7 @@ class AdaptivePlanner(Planner):
     def _chains(self, preparation: ChainPreparation, rows: Sequence[Row], decision: Decision) -> list[DraftTree] | None:
         assert self.chains is not None
         shape, states = decision.shape, [row.states[self] for row in rows]
-        most = min(self._longest, max(shape.budgets), max(shape.left) - 1)
+        most = min(self._longest, max(shape.budgets), max(shape.left[: len(rows)]) - 1)
         if most < 1 or not preparation.allows(rows, states):
             return None
         length, least = self.choice.chain_length(decision, most, self._stops_early)
@@ -306,7 +306,7 @@ class AdaptivePlanner(Planner):
             return None
         ready = [preparation.go_on(row, state, READ_BLOCK) for row, state in zip(rows, states, strict=True)]
         if not all(ready):
-            decision.chain = 0
+            self.choice.drop_chain(decision)
             return None
         began = self._clock()
         limits = [Limit(min(length, budget), each) for budget, each in zip(shape.budgets, least, strict=True)]
@@ -333,7 +333,9 @@ class AdaptivePlanner(Planner):
             decision.extension += taught
         by_row = {id(row.states): outcome for row, outcome in zip(rows, outcomes, strict=True)}
         self.choice.learn(decision, [by_row.get(id(row.states)) for row in planned], passed, taught)
-        until_chains = float("inf") if self.chains is None else self._beyond - max(decision.shape.cached)
+        until_chains = (
+            float("inf") if self.chains is None else self._beyond - max(decision.shape.cached[: len(planned)])
+        )
         self._plain = self.choice.plain_steps(decision, until_chains)
         if self._plain is not None:
             self._plain_rows = [row.states for row in planned]

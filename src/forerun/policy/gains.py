@@ -1,23 +1,31 @@
-"""Track what drafts gain: trees by what they promised, chains by their acceptance rate."""
+"""Track what drafts gain: trees by class of what they promised, chains by their acceptance rate.
+
+A tree of mean gain G counts as a chain with acceptance rate a = G / (1 + G), whose n-th node is accepted with
+probability a^n: this tells what remains of the gain when nodes cost something.
+"""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect
 from dataclasses import dataclass
 
+import numpy as np
+
+from forerun.core.compiling import compiled
 from forerun.policy.calibration import FIRST_GUESS, MEMORY, STATEMENT_WEIGHT
+from forerun.policy.cost_curve import FloatArray
+from forerun.policy.tables import COSTLY, Policy
 
 SUFFIXES = (3, 8, 32)
 """Lengths of the known suffix that separate classes, in tokens: a copy may begin, a copy, a long one."""
 SUFFIX_GAINS = (0.25, 1.0, 4.0, 8.0)
 """Accepted tokens assumed of a tree in each class before the first. Measured: 0.5, 2.8, 11 and 15 with the bundled
 model; 0.2 to 0.5, 1 to 2.3 and 6 to 8 with SmolLM2."""
-EXPECTED_NODES = (0.5, 1.5)
+EXPECTED_NODES = (0.5, 1.5, math.inf)
 """Expected accepted nodes of a tree that separate classes."""
-COSTLY_GAINS = (1.0, 0.75, 0.5)
+COSTLY_GAINS = (1.0, 0.75, 0.5, 0.0)
 """Tokens that a small model or head is assumed to add to such a tree before the first: enough for a trial."""
-PRIOR_TREES, COSTLY_PRIOR_TREES = 20, 4
+PRIOR_TREES, COSTLY_PRIOR_TREES = 20.0, 4.0
 """Trees that the prior counts for: of a trie; and of a head or small model, whose draft costs a hundred times as much.
 A head that is never accepted costs 5 to 6 % of 600 tokens with 20, and 4 to 5 % with 4 (simulated)."""
 RECENT_TREES = 100
@@ -27,47 +35,50 @@ TREE_SPREAD, COSTLY_SPREAD = 3.0, 1.0
 that added nothing to a few trees may still be good."""
 
 
-class Gains:
-    """Mean accepted tokens of a source's drafts, by class of what they promised.
+def first_gains() -> tuple[FloatArray, FloatArray]:
+    """Return the first ``Policy.gains`` and ``Policy.counts``."""
+    counts = np.array([PRIOR_TREES, COSTLY_PRIOR_TREES])
+    return np.array([SUFFIX_GAINS, COSTLY_GAINS]), np.repeat(counts[:, None], len(SUFFIX_GAINS), 1)
 
-    A tree of mean gain G counts as a chain with acceptance rate a = G / (1 + G), whose n-th node is accepted with
-    probability a^n: this tells what remains of the gain when nodes cost something.
 
-    Args:
-        limits: between classes of promises.
-        prior: gain of each class before any draft, weighing ``trees`` drafts; one more than limits.
-        spread: minimum standard deviation of a draft's gain, in tokens.
-    """
+@compiled
+def class_of(source: int, promise: float) -> int:
+    """Return the class of a promise: a known suffix, or a tree's expected nodes for the costly source."""
+    kind = 0
+    for number in range(len(SUFFIXES)):
+        kind += promise >= (EXPECTED_NODES[number] if source == COSTLY else SUFFIXES[number])
+    return kind
 
-    def __init__(
-        self, limits: tuple[float, ...], prior: tuple[float, ...], trees: int = PRIOR_TREES, spread: float = 0.0
-    ) -> None:
-        self._limits, self._gains, self._counts = limits, list(prior), [trees] * len(prior)
-        self._spread = spread
 
-    def kind(self, promise: float) -> int:
-        """Return the class of a promise."""
-        return bisect(self._limits, promise)
+@compiled
+def _mean(policy: Policy, source: int, kind: int, doubt: float) -> float:
+    mean, least = policy.gains[source, kind], COSTLY_SPREAD if source == COSTLY else 0.0
+    return float(mean + doubt * max(TREE_SPREAD * mean, least) / math.sqrt(policy.counts[source, kind]))
 
-    def expected(self, kind: int, price: float = 0.0, doubt: float = 0.0) -> float:
-        """Return a draft's expected gain, plus ``doubt`` standard errors, less ``price`` per node; in tokens."""
-        gain, nodes = self._mean(kind, doubt), self.nodes(kind, price, doubt)
-        return gain if price <= 0.0 else gain * (1.0 - (gain / (1.0 + gain)) ** nodes) - nodes * price
 
-    def nodes(self, kind: int, price: float, doubt: float = 0.0) -> int:
-        """Return how many nodes of a draft are worth more than ``price`` tokens each; 0 if they cost nothing."""
-        gain = self._mean(kind, doubt)
-        rate = gain / (1.0 + gain)
-        return int(math.log(price) / math.log(rate)) if 0.0 < price < rate else 0
+@compiled
+def paying_nodes(policy: Policy, source: int, kind: int, price: float, doubt: float) -> int:
+    """Return how many nodes of a draft are worth more than ``price`` tokens each; 0 if they cost nothing."""
+    gain = _mean(policy, source, kind, doubt)
+    rate = gain / (1.0 + gain)
+    return int(math.log(price) / math.log(rate)) if 0.0 < price < rate else 0
 
-    def _mean(self, kind: int, doubt: float) -> float:
-        mean = self._gains[kind]
-        return mean + doubt * max(TREE_SPREAD * mean, self._spread) / math.sqrt(self._counts[kind])
 
-    def record(self, kind: int, tokens: float) -> None:
-        """Record that a draft of this class gained ``tokens``."""
-        self._counts[kind] = min(self._counts[kind] + 1, RECENT_TREES)
-        self._gains[kind] += (tokens - self._gains[kind]) / self._counts[kind]
+@compiled
+def gain_of(policy: Policy, source: int, kind: int, price: float, doubt: float) -> float:
+    """Return a draft's expected gain, plus ``doubt`` standard errors, less ``price`` per node; in tokens."""
+    gain = _mean(policy, source, kind, doubt)
+    if price <= 0.0:
+        return gain
+    nodes = paying_nodes(policy, source, kind, price, doubt)
+    return float(gain * (1.0 - (gain / (1.0 + gain)) ** nodes) - nodes * price)
+
+
+@compiled
+def record_gain(policy: Policy, source: int, kind: int, tokens: float) -> None:
+    """Record that a draft of this class gained ``tokens``."""
+    policy.counts[source, kind] = min(policy.counts[source, kind] + 1, RECENT_TREES)
+    policy.gains[source, kind] += (tokens - policy.gains[source, kind]) / policy.counts[source, kind]
 
 
 @dataclass(slots=True)
@@ -107,7 +118,3 @@ class RowGains:
 
     rate: AcceptanceRate
     tokens: float = 1.0
-
-    def record(self, tokens: float, steps: int = 1) -> None:
-        """Record steps of this many tokens each."""
-        self.tokens = tokens + (1.0 - ROW_WEIGHT) ** steps * (self.tokens - tokens)

@@ -12,24 +12,28 @@ its row's share of that sum of the batch's steps, each worth c(1); the other ste
 (B - 1). If a step costs s plain ones, so does what it saves. Tokens of one row alone are worth less and less, as it is
 no longer the last; of all rows, they are not. In a server, a token saves its share of a pass, c(B) / B.
 
-**Ledger.** A step loses its time minus its progress, the reduction of the cost to go. The slack is what may still be
-lost: a small start, a share of the progress, and earlier savings up to ``SAVED``. An action is taken only if the slack
-covers its cost with all drafts rejected. So a batch costs at most
+**Ledger.** A step loses its time minus its progress, the reduction of the cost to go. The ``slack`` is what may still
+be lost: a small start, a share of the progress, and earlier savings up to ``SAVED``. An action is taken only if the
+slack covers its cost with all drafts rejected; one that is not expected to pay, only if ``trials`` does too, for which
+savings do not count. ``costly`` is what a costly source may lose while the slack is small, so that it leaves enough for
+a cheap one. So a batch costs at most
 
     (1 + SHARE) Phi_0 + min(START_SLACK, max(TRIAL_SLACK, START_SHARE Phi_0))
 
 plain passes, plus the overrun of one step over its estimate, deciding in steps without drafts, the error of the unit
-(seconds of a plain pass), single disturbances of the machine (``TimeModel.record``), and what earlier batches saved, up
+(seconds of a plain pass), single disturbances of the machine (``time_model``), and what earlier batches saved, up
 to ``CREDIT`` of this batch's cost to go.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
 
-from forerun.policy.cost_curve import CostTable
+import numpy as np
+
+from forerun.core.compiling import compiled
+from forerun.core.records import RecordArray
+from forerun.policy.tables import Policy
 
 START_SLACK = 3.0
 """What the first batch may lose at its start, in plain passes. With one pass, a first proposal that cost twice its
@@ -51,120 +55,118 @@ CREDIT = 0.06
 """Share of the cost to go that earlier savings may cover; with ``SHARE``, 7 %, as ``never-slower`` allows."""
 
 
-class Ledger:
-    """Account of a level's losses, in plain passes.
-
-    Attributes:
-        slack: what the next action may cost if all its drafts are rejected.
-        trials: slack of trials, actions that are not expected to pay; savings do not count.
-        costly: what a costly source may lose while the slack is small, so that it leaves enough for a cheap one.
-        lost, progress: totals.
-    """
-
-    def __init__(self) -> None:
-        self.slack, self.trials = START_SLACK, TRIAL_SLACK
-        self.costly = self.lost = self.progress = 0.0
-
-    def open(self, cost_to_go: float) -> None:
-        """Start a batch: earlier savings count only up to a share of its cost."""
-        allowed = max(TRIAL_SLACK, (CREDIT if self.progress else START_SHARE) * cost_to_go)
-        self.slack, self.trials = min(self.slack, allowed), min(self.trials, allowed)
-
-    def available(self, trial: bool) -> float:
-        """Return what an action may cost."""
-        return min(self.trials, self.slack) if trial else self.slack
-
-    def lacks(self, cost: float, trial: bool = False) -> float:
-        """Return the slack missing for an action of this cost; at most 0 if it suffices."""
-        return cost - self.available(trial)
-
-    def lacks_costly(self, spent: float, cost: float, trial: bool = False) -> float:
-        """Return the slack missing for a costly source of this cost, after ``spent`` in this step, that leaves
-        ``RESERVE`` to score its draft; at most 0 if it suffices."""
-        own = 0.0 if self.slack > START_SLACK else (cost - self.costly) / COSTLY_SHARE
-        return max(own, self.lacks(spent + cost + RESERVE, trial))
-
-    def book_plain(self, overhead: float, progress: float) -> None:
-        """Book steps without drafts. Deciding counts as lost but leaves the slack, which could not recover from 0."""
-        self._book(overhead, progress, 0.0, SHARE * progress)
-
-    def book(
-        self, cost: float, progress: float, trial: bool = False, costly: float = 0.0, hopeful: bool = True
-    ) -> None:
-        """Book a step; ``costly``: what a costly source lost, ``hopeful``: whether that was expected to pay."""
-        loss = cost - progress
-        self.costly -= costly
-        if trial:
-            self.trials -= max(loss, 0.0)
-        elif not hopeful:
-            self.trials -= costly
-        self._book(loss, progress, loss, SHARE * min(cost, progress))  # what is already fast has less to lose
-
-    def _book(self, lost: float, progress: float, paid: float, income: float) -> None:
-        self.lost += lost
-        self.progress += progress
-        self.slack = min(self.slack + SHARE * progress - paid, SAVED)
-        self.trials = min(self.trials + income, TRIAL_SLACK + SHARE * self.progress)
-        self.costly = min(self.costly + COSTLY_SHARE * income, TRIAL_SLACK)
+@compiled
+def open_batch(account: np.record, cost_to_go: float) -> None:
+    """Start a batch: earlier savings count only up to a share of its cost."""
+    allowed = max(TRIAL_SLACK, (CREDIT if account.progress > 0.0 else START_SHARE) * cost_to_go)
+    account.slack, account.trials = min(account.slack, allowed), min(account.trials, allowed)
 
 
-def cost_to_go(left: Sequence[int], cached: Sequence[int], table: CostTable, closed: bool) -> float:
-    """Return the cost of plain decoding until all rows have their tokens (``left``, with ``cached`` ones), as the
-    module says. ``closed``: whether no new rows replace finished ones."""
-    rows, looking = len(left), sum(cached)
-    if not closed:
-        return sum(left) * table.decoding(rows, looking) / rows
-    total, before = 0.0, 0
-    for number, (tokens, length) in enumerate(sorted(zip(left, cached, strict=True))):
-        total += (tokens - before) * table.decoding(rows - number, looking)
-        before, looking = tokens, looking - length
+@compiled
+def available(account: np.record, trial: bool) -> float:
+    """Return what an action may cost."""
+    return float(min(account.trials, account.slack) if trial else account.slack)
+
+
+@compiled
+def lacks(account: np.record, cost: float, trial: bool) -> float:
+    """Return the slack missing for an action of this cost; at most 0 if it suffices."""
+    return cost - available(account, trial)
+
+
+@compiled
+def lacks_costly(account: np.record, spent: float, cost: float, trial: bool) -> float:
+    """Return the slack missing for a costly source of this cost, after ``spent`` in this step, that leaves ``RESERVE``
+    to score its draft; at most 0 if it suffices."""
+    own = 0.0 if account.slack > START_SLACK else (cost - account.costly) / COSTLY_SHARE
+    return max(own, lacks(account, spent + cost + RESERVE, trial))
+
+
+@compiled
+def book_plain(account: np.record, overhead: float, progress: float) -> None:
+    """Book steps without drafts. Deciding counts as lost but leaves the slack, which could not recover from 0."""
+    _book(account, overhead, progress, 0.0, SHARE * progress)
+
+
+@compiled
+def book(account: np.record, cost: float, progress: float, trial: bool, costly: float, hopeful: bool) -> None:
+    """Book a step; ``costly``: what a costly source lost, ``hopeful``: whether that was expected to pay."""
+    loss = cost - progress
+    account.costly -= costly
+    if trial:
+        account.trials -= max(loss, 0.0)
+    elif not hopeful:
+        account.trials -= costly
+    _book(account, loss, progress, loss, SHARE * min(cost, progress))  # what is already fast has less to lose
+
+
+@compiled
+def _book(account: np.record, lost: float, progress: float, paid: float, income: float) -> None:
+    made = account.progress + progress
+    account.lost, account.progress = account.lost + lost, made
+    account.slack = min(account.slack + SHARE * progress - paid, SAVED)
+    account.trials = min(account.trials + income, TRIAL_SLACK + SHARE * made)
+    account.costly = min(account.costly + COSTLY_SHARE * income, TRIAL_SLACK)
+
+
+@compiled
+def decoding_cost(policy: Policy, rows: int, cached: float) -> float:
+    """Return the cost of a pass over one token of each row; ``cached``: their cached tokens in all."""
+    return float(policy.passes[rows] + policy.account[0].per_row * (rows - 1) + policy.looks[1] * cached)
+
+
+@compiled
+def cost_to_go(policy: Policy, step: np.record, rows: RecordArray) -> float:
+    """Return the cost of plain decoding until all rows have their tokens, less ``got`` ones, as the module says."""
+    count, cached, total, before = len(rows), step.cached, 0.0, 0
+    for number in range(count):
+        left, at = max(rows[number].left - rows[number].got, 0), number
+        total += left
+        while at > 0 and _ends_before(left, rows[number].cached, rows[rows[at - 1].place]):
+            rows[at].place = rows[at - 1].place
+            at -= 1
+        rows[at].place = number
+    if not step.closed:
+        return total * decoding_cost(policy, count, cached) / count
+    total = 0.0
+    for number in range(count):
+        row = rows[rows[number].place]
+        left = max(row.left - row.got, 0)
+        total += (left - before) * decoding_cost(policy, count - number, cached)
+        before, cached = left, cached - row.cached
     return total
 
 
-class TokenValues(NamedTuple):
-    """What tokens save, in plain passes, by row; see the module.
-
-    Attributes:
-        each, last: what a token saves in any row, and beyond that in the one that ends last.
-        weights: of the rows in the sum; a weight fades by a factor e with ``spreads`` tokens.
-    """
-
-    each: list[float]
-    last: list[float]
-    weights: list[float]
-    spreads: list[float]
-
-    @property
-    def fade(self) -> bool:
-        """Whether further tokens of one row alone are worth less: in a closed batch."""
-        return bool(self.last[0])
-
-    def after(self, tokens: Sequence[float]) -> list[float]:
-        """Return what a token saves after so many of each row."""
-        if not self.fade:
-            return self.each
-        faded = [w * math.exp(-n / spread) for w, n, spread in zip(self.weights, tokens, self.spreads, strict=True)]
-        total = sum(faded)
-        return [each + last * w / total for each, last, w in zip(self.each, self.last, faded, strict=True)]
+@compiled
+def _ends_before(left: int, cached: int, row: np.record) -> bool:
+    other = max(row.left - row.got, 0)
+    return bool(left < other or (left == other and cached < row.cached))
 
 
-def token_values(
-    left: Sequence[int], gains: Sequence[float], cached: Sequence[int], table: CostTable, stretch: float, closed: bool
-) -> TokenValues:
-    """Return what tokens of each row save. ``left``, ``cached``, ``closed``: see ``cost_to_go``; ``gains``: recent
-    tokens per step of each row; ``stretch``: recent cost of a step over a plain one."""
-    rows, together = len(left), table.decoding(len(left), sum(cached))
-    if not closed or rows == 1:
-        ones = [1.0] * rows
-        return TokenValues([together / rows * stretch / gain for gain in gains], [0.0] * rows, ones, ones)
-    steps = [tokens / gain for tokens, gain in zip(left, gains, strict=True)]
-    longest = max(steps)
-    spread = math.sqrt(longest) + 1e-9
-    each, last = list[float](), list[float]()
-    for length, gain in zip(cached, gains, strict=True):
-        alone = table.decoding(1, length)
-        share = max(together - alone, 0.0) / (rows - 1)
-        each.append(share * stretch / gain)
-        last.append((alone - share) * stretch / gain)
-    weights = [math.exp((step - longest) / spread) for step in steps]
-    return TokenValues(each, last, weights, [spread * gain for gain in gains])
+@compiled
+def value_tokens(policy: Policy, step: np.record, rows: RecordArray) -> None:
+    """Set what tokens of each row save, in plain passes: ``each`` in any row, and ``last`` beyond that in the one that
+    ends last. A ``weight`` in the sum over rows fades by a factor e with ``spread`` tokens."""
+    count, stretch, together, longest = len(rows), policy.account[0].stretch, step.alone, 0.0
+    for row in rows:
+        longest = max(longest, row.left / row.gain)
+    wide, step.fades = math.sqrt(longest) + 1e-9, 0
+    for row in rows:
+        row.each, row.last, row.weight, row.spread = together / count * stretch / row.gain, 0.0, 1.0, 1.0
+        if step.closed and count > 1:
+            alone = decoding_cost(policy, 1, row.cached)
+            share = max(together - alone, 0.0) / (count - 1)
+            row.each, row.last = share * stretch / row.gain, (alone - share) * stretch / row.gain
+            row.weight, row.spread = math.exp((row.left / row.gain - longest) / wide), wide * row.gain
+            step.fades |= row.last != 0.0
+
+
+@compiled
+def value_later(step: np.record, rows: RecordArray) -> None:
+    """Set what a further token of each row saves ``later``, after ``ahead`` ones."""
+    total = 0.0
+    for row in rows:
+        row.fading = row.weight * math.exp(-row.ahead / row.spread)
+        total += row.fading
+    for row in rows:
+        row.later = row.each + row.last * row.fading / total if step.fades else row.each

@@ -5,21 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from forerun.core.verify import Outcome
-from forerun.policy.cost_curve import CostCurve, CostTable
-from forerun.policy.decision import Decision
+import numpy as np
+
+from forerun.core.compiling import compiled
+from forerun.core.records import RecordArray
+from forerun.policy.cost_curve import CostTable
 from forerun.policy.ledger import SHARE
+from forerun.policy.tables import CHAINS, DECIDING, EXTENSIONS, PASSES, PROPOSALS, SMALL_CHAINS, Policy
 from forerun.policy.time_model import (
-    AS_THE_CURVE_SAYS,
     CREDIBLE,
+    DRAFTING_NOISE,
     GUESS_DOUBT,
-    IN_PROPORTION,
     LOADED_DOUBT,
     NOTHING_KNOWN,
     STEP_NOISE,
-    LinearCost,
-    TimeModel,
+    begin_time,
+    record_time,
+    time_at,
 )
 
 FIRST_PROPOSAL = 0.0002
@@ -32,6 +36,8 @@ FURTHER_ROW = 0.13
 """What a further row adds, as a share."""
 SLOPE_NODES = 8
 """Nodes over which the slope of the cost curve is taken."""
+UNKNOWN = 1e-9
+"""Cost of a part while the seconds of a plain pass are unknown."""
 PLAIN_STEPS_TO_MEASURE = 2
 """Plain steps needed to measure one: drafting evicts the next pass's data from the processor's caches."""
 
@@ -69,128 +75,141 @@ class DraftPasses:
         return 0.0 if self.small is None else self.share * self.small.cost([min(tokens, self.window)], [0])
 
 
-class StepCosts:
-    """Costs of passes, of proposing, deciding and drafting; see ``Choice`` for the arguments."""
+def begin_times(policy: Policy, unit: float | None) -> None:
+    """Set all times to first guesses; ``unit``: seconds of a plain pass, if measured at load."""
+    times, account = policy.times, policy.account[0]
+    account.loaded = unit is not None
+    begin_time(times[PASSES], unit or 1.0, LOADED_DOUBT if unit else NOTHING_KNOWN, 1.0, 1.0, STEP_NOISE)
+    for part, seconds, guess in (
+        (DECIDING, FIRST_DECIDING, UNKNOWN), (PROPOSALS, FIRST_PROPOSAL, UNKNOWN), (EXTENSIONS, 0.0, FIRST_EXTENSION)
+    ):  # fmt: skip
+        begin_time(times[part], guess, GUESS_DOUBT, 1.0 - FURTHER_ROW, FURTHER_ROW, DRAFTING_NOISE)
+        policy.seconds[part], times[part].guessed = seconds, 0
+    for part in (CHAINS, SMALL_CHAINS):
+        begin_time(times[part], 1.0, GUESS_DOUBT, 0.0, 1.0, DRAFTING_NOISE)
 
-    def __init__(self, costs: CostCurve, draft: DraftPasses, costly: Callable[[], float | None] | None) -> None:
-        self.table, self.draft, self._costly = CostTable(costs), draft, costly
-        self._loaded = costs.unit is not None
-        self._passes = TimeModel(costs.unit or 1.0, LOADED_DOUBT if self._loaded else NOTHING_KNOWN, noise=STEP_NOISE)
-        self._parts: dict[str, TimeModel] = {}
-        self._drafting = {alone: TimeModel(1.0, GUESS_DOUBT, IN_PROPORTION) for alone in (False, True)}
-        self._since, self._after_plain, self._plain_measured = 0, False, False
 
-    @property
-    def unit(self) -> float | None:
-        """Seconds of a pass of cost 1 without drafts; None if unknown."""
-        return self._passes.scale if self._loaded or self._passes.count else None
+@compiled
+def unit_of(policy: Policy) -> float:
+    """Return the seconds of a pass of cost 1 without drafts; 0 if unknown."""
+    time = policy.times[PASSES]
+    return float(time.scale) if policy.account[0].loaded or time.count else 0.0
 
-    def _part(self, name: str, seconds: float | None, passes: float = 1e-9) -> TimeModel:
-        """Return a part's cost by rows; first guess: ``seconds``, or ``passes`` while these or the unit are unknown."""
-        if name in self._parts:
-            return self._parts[name]
-        unit = self.unit
-        guess = seconds / unit if seconds and unit else passes
-        model = TimeModel(guess, GUESS_DOUBT, LinearCost(1.0 - FURTHER_ROW, FURTHER_ROW))
-        if unit:
-            self._parts[name] = model
-        return model
 
-    @property
-    def proposals(self) -> TimeModel:
-        """Cost of proposing trees, by rows."""
-        return self._part("proposals", FIRST_PROPOSAL)
+@compiled
+def _part(policy: Policy, part: int) -> Any:
+    """Return a part's time, in plain passes as soon as their seconds are known."""
+    time, unit = policy.times[part], unit_of(policy)
+    if not time.guessed and unit > 0.0:
+        guess = policy.seconds[part] / unit if policy.seconds[part] > 0.0 else time.scale
+        begin_time(time, guess, GUESS_DOUBT, 1.0 - FURTHER_ROW, FURTHER_ROW, DRAFTING_NOISE)
+    return time
 
-    @property
-    def extensions(self) -> TimeModel:
-        """Cost of a costly source's drafts, by rows."""
-        return self._part("extensions", self._costly() if self._costly else None, FIRST_EXTENSION)
 
-    @property
-    def correction(self) -> LinearCost:
-        """Correction of what drafts add by the curve, as shares of a pass without them."""
-        return self._passes.shape if self._plain_measured else AS_THE_CURVE_SAYS
+@compiled
+def asking_cost(policy: Policy, part: int, rows: int) -> float:
+    """Return the cost of a source's drafts for so many rows; 0 for none."""
+    return time_at(_part(policy, part), rows) if rows else 0.0
 
-    def nodes(self, step: Decision) -> tuple[float, list[float]]:
-        """Return the fixed cost of having nodes at all, and the cost per node of each row."""
-        correction, shape = self.correction, step.shape
-        nodes = len(shape)
-        passes, looks = self.table.curves(shape.tokens + max(nodes, SLOPE_NODES) + 2)
-        slope = (passes[shape.tokens + 1 + nodes] - passes[shape.tokens + 1]) / nodes
-        jump = passes[shape.tokens + 1] - passes[shape.tokens] - slope
-        look = max(float(looks[2 + SLOPE_NODES] - looks[2]) / SLOPE_NODES, 0.0)
-        fixed = (correction.start - 1.0) * step.alone + correction.each * max(jump, 0.0)
-        return float(fixed), [correction.each * (float(slope) + look * cached) for cached in shape.cached]
 
-    def scored(self, step: Decision, added: float) -> float:
-        """Return the corrected cost of drafts that add ``added`` to the pass by the curve."""
-        correction = self.correction
-        return (correction.start - 1.0) * step.alone + correction.each * added
+@compiled
+def each_cost(policy: Policy, part: int) -> float:
+    """Return what a further row adds to a source's drafts."""
+    time = _part(policy, part)
+    return float(time.scale * time.each)
 
-    def draft_line(self, cached: Sequence[int]) -> LinearCost:
-        """Return the cost of drafting chains, by draft length."""
-        start, each = self._drafting[self.draft.are_alone(cached)].line
-        size = self.draft.cost(cached, self.table)
-        return LinearCost(start * size, each * size)
 
-    def proposed(self, step: Decision) -> float:
-        """Return the cost of the step's proposals."""
-        cost = self.proposals.line.at(len(step.proposing)) if step.proposing else 0.0
-        return cost + (self.extensions.line.at(len(step.extended)) if step.extended else 0.0)
+@compiled
+def scored_cost(policy: Policy, step: np.record, added: float) -> float:
+    """Return the cost of drafts that add ``added`` to the pass by the curve, corrected by what passes took."""
+    if not policy.account[0].plain_measured:
+        return added
+    time = policy.times[PASSES]
+    return float((time.start - 1.0) * step.alone + time.each * added)
 
-    def plain_step_due(self, gain: float) -> bool:
-        """Return whether to measure a plain step now: if none was and drafts gain little, if it is in doubt whether
-        they pay, or if it costs less than ``SHARE`` of the time since the last. ``gain``: recent tokens in the time of
-        a plain step."""
-        if not self._plain_measured and (not self._loaded or self._after_plain):
-            return gain <= PLAIN_STEPS_TO_MEASURE
-        doubt = self._passes.doubt
-        if self.unit and self._since and doubt > CREDIBLE * STEP_NOISE and gain < math.exp(CREDIBLE * doubt):
-            return True
-        return self._since * SHARE > PLAIN_STEPS_TO_MEASURE * max(gain, 1.0)
 
-    def learn(self, step: Decision, outcomes: Sequence[Outcome | None], beside: float, scoring: float) -> float:
-        """Record the seconds of a step's pass (``scoring``) and of all else (``beside``); return its cost in plain
-        passes, or without drafts its excess over a plain step."""
-        sizes = [0 if outcome is None else len(outcome.tree) for outcome in outcomes]
-        added = step.shape.cost(self.table, sizes) - step.plain if any(sizes) else 0.0
-        passed = 0.0 if step.plain_step else step.alone + (self.scored(step, added) if any(sizes) else 0.0)
-        credible = self._record_pass(step, added, scoring, not any(sizes)) if step.shape.decodes else None
-        unit = self.unit
-        if not unit:  # without a measurement, the curve is believed
-            return passed
-        deciding = max(beside - step.proposal - step.extension - step.drafting, 0.0)
-        cost = self._part("deciding", FIRST_DECIDING).record(deciding / unit)
-        if step.proposing:
-            cost += self.proposals.record(step.proposal / unit, len(step.proposing), sized=True)
-        if step.extended:
-            cost += self.extensions.record(step.extension / unit, len(step.extended), sized=True)
-        if step.chain:
-            cost += self._record_chains(step, sum(sizes) / len(step.shape), unit)
-        return cost + (passed if credible is None or not any(sizes) else credible / unit)
+@compiled
+def node_share(policy: Policy) -> float:
+    """Return what nodes really cost, as a share of the curve's figure."""
+    return float(policy.times[PASSES].each) if policy.account[0].plain_measured else 1.0
 
-    def learn_plain(self, plain: float, seconds: float) -> None:
-        """Record a plain pass after another one: its cost by the curve, and its seconds."""
-        self._passes.record(seconds / plain)
-        self._plain_measured, self._after_plain, self._since = True, True, 0
 
-    def _record_pass(self, step: Decision, added: float, seconds: float, empty: bool) -> float | None:
-        """Record a pass; return its credible time, or None if it was not measured."""
-        self._since += 1
-        if empty and not self._after_plain:
-            self._after_plain = True
-            return None
-        credible = step.plain * self._passes.record(seconds / step.plain, added / step.plain, sized=not empty)
-        if empty:
-            self._plain_measured, self._since = True, 0
-        self._after_plain = empty
-        return credible
+@compiled
+def pass_cost(policy: Policy, step: np.record, rows: RecordArray) -> float:
+    """Return the cost of the pass with each row's ``nodes``."""
+    count, looking = step.tokens, 0.0
+    for row in rows:
+        count += row.nodes
+        looking += policy.looks[row.pending + row.nodes] * row.cached
+    return float(policy.passes[count] + policy.account[0].per_row * (len(rows) - 1) + looking)
 
-    def _record_chains(self, step: Decision, length: float, unit: float) -> float:
-        """Record the time of drafting chains, and return its credible cost. The first chains touch memory and select
-        keys, so they only count if cheaper than the guess."""
-        model = self._drafting[self.draft.are_alone(step.shape.cached)]
-        passes = step.drafting / unit / step.passes
-        if not length:
-            return step.drafting / unit
-        return model.record(passes if model.count else min(passes, length), length, sized=True) * step.passes
+
+@compiled
+def price_nodes(policy: Policy, step: np.record, rows: RecordArray) -> None:
+    """Set the fixed cost of having nodes at all, and the cost per node of each row."""
+    first, nodes, passes, looks = step.tokens + 1, step.drafts, policy.passes, policy.looks
+    slope = (passes[first + nodes] - passes[first]) / nodes
+    look = max((looks[2 + SLOPE_NODES] - looks[2]) / SLOPE_NODES, 0.0)
+    step.fixed = scored_cost(policy, step, max(passes[first] - passes[first - 1] - slope, 0.0))
+    for row in rows:
+        row.slope = node_share(policy) * (slope + look * row.cached)
+
+
+@compiled
+def plain_step_due(policy: Policy) -> bool:
+    """Return whether to measure a plain step now: if none was and drafts gain little, if it is in doubt whether they
+    pay, or if it costs less than ``SHARE`` of the time since the last."""
+    account, gain = policy.account[0], recent_gain(policy)
+    if not account.plain_measured and (not account.loaded or account.after_plain):
+        return gain <= PLAIN_STEPS_TO_MEASURE
+    doubt = math.sqrt(policy.times[PASSES].p00)
+    if unit_of(policy) > 0.0 and account.since and doubt > CREDIBLE * STEP_NOISE and gain < math.exp(CREDIBLE * doubt):
+        return True
+    return bool(account.since * SHARE > PLAIN_STEPS_TO_MEASURE * max(gain, 1.0))
+
+
+@compiled
+def recent_gain(policy: Policy) -> float:
+    """Return recent tokens per row in the time of a plain step."""
+    return float(policy.account[0].tokens / policy.account[0].spent)
+
+
+@compiled
+def record_plain(policy: Policy, plain: float, seconds: float) -> None:
+    """Record a plain pass after another one: its cost by the curve, and its seconds."""
+    account = policy.account[0]
+    record_time(policy.times[PASSES], seconds / plain, 0.0, False)
+    account.plain_measured, account.after_plain, account.since = 1, 1, 0
+
+
+@compiled
+def record_pass(policy: Policy, step: np.record, added: float, seconds: float, empty: bool) -> float:
+    """Record a pass; return its credible time, or 0 if it was not measured."""
+    account = policy.account[0]
+    account.since += 1
+    if empty and not account.after_plain:
+        account.after_plain = 1
+        return 0.0
+    plain = float(step.plain)
+    credible = plain * record_time(policy.times[PASSES], seconds / plain, added / plain, not empty)
+    if empty:
+        account.plain_measured, account.since = 1, 0
+    account.after_plain = empty
+    return credible
+
+
+@compiled
+def record_asking(policy: Policy, part: int, seconds: float, rows: int) -> float:
+    """Record the seconds of a part of a step for so many rows, if any, and return their credible cost."""
+    return record_time(_part(policy, part), seconds / unit_of(policy), rows, rows > 0)
+
+
+@compiled
+def record_chains(policy: Policy, step: np.record, part: int, seconds: float, length: float) -> float:
+    """Record the time of drafting chains, and return its credible cost. The first chains touch memory and select keys,
+    so they only count if cheaper than the guess."""
+    time, unit = policy.times[part], unit_of(policy)
+    passes = seconds / unit / step.passes
+    if length <= 0.0:
+        return seconds / unit
+    return record_time(time, passes if time.count else min(passes, length), length, True) * float(step.passes)

@@ -1,10 +1,20 @@
 """Track how long the parts of a step run on this machine, through noise. Its speed may halve from one step to the next,
-and drafts would be blamed; so one estimate of it follows all passes, and other costs are in passes of that moment."""
+and drafts would be blamed; so one estimate of it follows all passes, and other costs are in passes of that moment.
+
+A Kalman filter follows the logarithm of a time's ``scale``, which drifts, and ``start`` and ``each``, which return to
+their priors. A surprise is clipped at ``CREDIBLE`` deviations, and the rest becomes doubt about the scale: one slow
+measurement changes little, a second one confirms it.
+"""
 
 from __future__ import annotations
 
 import math
 from typing import NamedTuple
+
+import numpy as np
+
+from forerun.core.compiling import compiled
+from forerun.policy.tables import TIME
 
 STEP_NOISE, DRAFTING_NOISE, SPEED_DRIFT = 0.05, 0.2, 0.005
 """Standard deviations, as shares: of a pass's time on a quiet machine; of drafting's, which also depends on the
@@ -34,62 +44,72 @@ class LinearCost(NamedTuple):
 AS_THE_CURVE_SAYS, IN_PROPORTION = LinearCost(1.0, 1.0), LinearCost(0.0, 1.0)
 
 
+@compiled
+def begin_time(time: np.record, scale: float, doubt: float, start: float, each: float, noise: float) -> None:
+    """Set a time to a first guess; ``doubt``: standard deviation of its logarithm, ``noise``: of a measurement, as a
+    share."""
+    time.scale, time.log_scale, time.noise, time.count, time.guessed = scale, math.log(scale), noise, 0, 1
+    time.start = time.prior_start = start
+    time.each = time.prior_each = each
+    time.p00, time.p01, time.p02 = doubt**2, 0.0, 0.0
+    time.p11, time.p12, time.p22 = START_DOUBT**2, 0.0, EACH_DOUBT**2
+
+
+@compiled
+def time_at(time: np.record, size: float) -> float:
+    """Return the time of this size."""
+    return float(time.scale * (time.start + time.each * size))
+
+
+@compiled
+def record_time(time: np.record, taken: float, size: float, sized: bool) -> float:
+    """Update from a measured time of this size, or (not ``sized``) of the scale; return its credible part."""
+    if not taken > 0:
+        return 0.0
+    p00, p01, p02, p11, p12, p22 = time.p00, time.p01, time.p02, time.p11, time.p12, time.p22
+    factor, h1, h2 = 1.0, 0.0, 0.0  # and derivatives by start and each; by scale: 1
+    if sized:
+        factor = max(time.start + time.each * size, 1e-3)
+        h1, h2 = 1.0 / factor, size / factor
+    g0, g1, g2 = p00 + p01 * h1 + p02 * h2, p01 + p11 * h1 + p12 * h2, p02 + p12 * h1 + p22 * h2
+    variance = time.noise**2 + g0 + g1 * h1 + g2 * h2
+    expected = time.log_scale + math.log(factor)
+    surprise, limit = math.log(taken) - expected, CREDIBLE * math.sqrt(variance)
+    credible = min(max(surprise, -limit), limit)
+    kept, step = 1.0 - 1.0 / DRAFT_MEMORY, credible / variance
+    fade = kept * kept
+    start = time.prior_start + kept * (time.start + g1 * step - time.prior_start)
+    each = time.prior_each + kept * (time.each + g2 * step - time.prior_each)
+    log_scale = time.log_scale + g0 * step
+    time.log_scale, time.scale, time.count = log_scale, math.exp(log_scale), time.count + 1
+    time.start = max(start, LEAST_START * time.prior_start)
+    time.each = min(max(each, 0.0), MOST_EACH * time.prior_each)
+    time.p00 = p00 - g0 * g0 / variance + SPEED_DRIFT**2 + (surprise - credible) ** 2
+    time.p01 = kept * (p01 - g0 * g1 / variance)
+    time.p02 = kept * (p02 - g0 * g2 / variance)
+    time.p11 = fade * (p11 - g1 * g1 / variance) + START_DOUBT**2 * (1.0 - fade)
+    time.p12 = fade * (p12 - g1 * g2 / variance)
+    time.p22 = fade * (p22 - g2 * g2 / variance) + EACH_DOUBT**2 * (1.0 - fade)
+    return math.exp(expected + credible)
+
+
 class TimeModel:
-    """Tracks a time by size: ``scale * (start + each * size)``.
-
-    A Kalman filter follows the scale's logarithm, which drifts, and ``start`` and ``each``, which return to their
-    priors. A surprise is clipped at ``CREDIBLE`` deviations, and the rest becomes doubt about the scale: one slow
-    measurement changes little, a second one confirms it.
-
-    Args:
-        scale: first guess; ``doubt``: standard deviation of its logarithm.
-        shape: prior of ``start`` and ``each``.
-        noise: standard deviation of a measurement, as a share.
-    """
+    """A time of its own. Args: see ``begin_time``; ``shape``: prior of ``start`` and ``each``."""
 
     def __init__(
         self, scale: float, doubt: float, shape: LinearCost = AS_THE_CURVE_SAYS, noise: float = DRAFTING_NOISE
     ) -> None:
-        self.count, self.scale, self.shape = 0, scale, shape
-        self._log_scale, self._prior, self._noise = math.log(scale), shape, noise
-        self._covariance = (doubt**2, 0.0, 0.0, START_DOUBT**2, 0.0, EACH_DOUBT**2)  # 00, 01, 02, 11, 12, 22
+        (self._time,) = np.zeros(1, TIME)
+        begin_time(self._time, scale, doubt, *shape, noise)
 
-    def record(self, time: float, size: float = 0.0, sized: bool = False) -> float:
-        """Update from a measured time of this size, or (not ``sized``) of the scale; return its credible part."""
-        if not time > 0:
-            return 0.0
-        (start, each), prior = self.shape, self._prior
-        p00, p01, p02, p11, p12, p22 = self._covariance
-        factor = max(start + each * size, 1e-3) if sized else 1.0
-        h1, h2 = (1.0 / factor, size / factor) if sized else (0.0, 0.0)  # derivatives by start and each; by scale: 1
-        g0, g1, g2 = p00 + p01 * h1 + p02 * h2, p01 + p11 * h1 + p12 * h2, p02 + p12 * h1 + p22 * h2
-        variance = self._noise**2 + g0 + g1 * h1 + g2 * h2
-        expected = self._log_scale + math.log(factor)
-        surprise, limit = math.log(time) - expected, CREDIBLE * math.sqrt(variance)
-        credible = min(max(surprise, -limit), limit)
-        kept, step = 1.0 - 1.0 / DRAFT_MEMORY, credible / variance
-        fade = kept * kept
-        self._log_scale += g0 * step
-        start = prior.start + kept * (start + g1 * step - prior.start)
-        each = prior.each + kept * (each + g2 * step - prior.each)
-        self.shape = LinearCost(max(start, LEAST_START * prior.start), min(max(each, 0.0), MOST_EACH * prior.each))
-        self._covariance = (
-            p00 - g0 * g0 / variance + SPEED_DRIFT**2 + (surprise - credible) ** 2,
-            kept * (p01 - g0 * g1 / variance),
-            kept * (p02 - g0 * g2 / variance),
-            fade * (p11 - g1 * g1 / variance) + START_DOUBT**2 * (1.0 - fade),
-            fade * (p12 - g1 * g2 / variance),
-            fade * (p22 - g2 * g2 / variance) + EACH_DOUBT**2 * (1.0 - fade),
-        )
-        self.scale, self.count = math.exp(self._log_scale), self.count + 1
-        return math.exp(expected + credible)
+    def record(self, taken: float, size: float = 0.0, sized: bool = False) -> float:
+        """Update from a measured time; see ``record_time``."""
+        return record_time(self._time, taken, size, sized)
 
     @property
-    def doubt(self) -> float:
-        """Standard deviation of the scale, as a share."""
-        return math.sqrt(self._covariance[0])
+    def scale(self) -> float:
+        return float(self._time.scale)
 
     @property
-    def line(self) -> LinearCost:
-        """The time by size."""
-        return LinearCost(self.scale * self.shape.start, self.scale * self.shape.each)
+    def shape(self) -> LinearCost:
+        return LinearCost(float(self._time.start), float(self._time.each))
