@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.studies.decisions import SHORT, cases, speeds
 from benchmarks.studies.simulated_steps import RIGHT, Branches, Chains, Outline, World, _Model, plain_seconds, simulate
+from forerun.core.array_handles import ArrayHandles
 from forerun.core.request import Request
 from forerun.core.sampling import Salt, uniform
 from forerun.decoding.planner import AdaptivePlanner
@@ -37,7 +38,6 @@ from forerun.policy.ledger import (
 )
 from forerun.policy.step_costs import DraftPasses
 from forerun.policy.tables import ACCOUNT, CHEAP, Policy
-from forerun.policy.time_model import AS_THE_CURVE_SAYS, TimeModel
 
 LOADED = CostCurve((1, 2), (1.0, 1.02), unit=1.0)
 
@@ -590,27 +590,19 @@ def test_a_costly_source_spends_its_own_part_while_the_slack_is_small(account):
 
 
 def test_what_trees_gave_is_followed_for_each_class_of_suffixes():
-    policy = Policy.allocate(CostTable(LOADED), *first_gains())
+    policy = ArrayHandles[Policy]()
+    address = policy.at(Policy.allocate(CostTable(LOADED), *first_gains()))
 
     def expected(kind: int, price: float = 0.0) -> float:
-        return gain_of(policy, CHEAP, kind, price, 0.0)
+        return gain_of(address, CHEAP, kind, price, 0.0)
 
     before = list(map(expected, range(4)))
     assert before == sorted(before) and [class_of(CHEAP, known) for known in (0, 3, 8, 32)] == [0, 1, 2, 3]
     for _ in range(3 * RECENT_TREES):
-        record_gain(policy, CHEAP, 2, 2.0)
+        record_gain(address, CHEAP, 2, 2.0)
     assert [expected(kind) for kind in (0, 1, 3)] == [before[0], before[1], before[3]]
     assert expected(2) == pytest.approx(2.0, abs=0.2)
     assert expected(2) > expected(2, 0.1) > expected(2, 0.4) > expected(2, 0.7) == 0.0
-
-
-def test_a_disturbance_is_credible_in_part_only_and_a_second_one_in_full():
-    model = TimeModel(1.0, 0.05, AS_THE_CURVE_SAYS, 0.05)
-    first = model.record(10.0)
-    assert first < 1.5
-    for _ in range(6):
-        again = model.record(10.0)
-    assert again > 8.0
 
 
 def test_a_model_whose_chances_are_no_numbers_counts_as_unsure():

@@ -17,7 +17,8 @@ from forerun.models.forward.pass_timing import FAR_TOKENS, PASS_SIZES, measure
 from forerun.models.forward.runtime import default_runtime
 from forerun.models.forward.scorer import Scorer
 from forerun.policy.cost_curve import CostCurve
-from forerun.policy.time_model import AS_THE_CURVE_SAYS, LOADED_DOUBT, STEP_NOISE, TimeModel
+from forerun.policy.tables import TIME
+from forerun.policy.time_model import AS_THE_CURVE_SAYS, LOADED_DOUBT, STEP_NOISE, LinearCost, begin_time, record_time
 
 CURVE = CostCurve((1, 2, 10), (1.0, 1.2, 2.0), cached_sizes=(1, 2, 10), cached_costs=(0.001, 0.001, 0.003))
 
@@ -166,9 +167,28 @@ def test_passes_are_measured_where_drafts_are_cut():
     assert measured == [engine.target]
 
 
+class TimeModel:
+    """A time of its own."""
+
+    def __init__(self, scale: float, doubt: float = LOADED_DOUBT, noise: float = STEP_NOISE) -> None:
+        (self._time,) = np.zeros(1, TIME)
+        begin_time(self._time, scale, doubt, noise=noise)
+
+    def record(self, taken: float, size: float = 0.0, sized: bool = False) -> float:
+        return record_time(self._time, taken, size, sized)
+
+    @property
+    def scale(self) -> float:
+        return float(self._time.scale)
+
+    @property
+    def shape(self) -> LinearCost:
+        return LinearCost(float(self._time.start), float(self._time.each))
+
+
 def passes(*taken: tuple[float, float, float], unit: float = 1.0) -> TimeModel:
     """What is known after passes of this plain cost, to which drafts add this, and that took so many units."""
-    model = TimeModel(unit, LOADED_DOUBT, noise=STEP_NOISE)
+    model = TimeModel(unit)
     for _ in range(4):
         model.record(unit)
     for plain, added, seconds in taken:
@@ -189,7 +209,7 @@ def test_a_few_short_drafts_do_not_make_long_ones_cheap():
 
 
 def test_passes_that_drafts_lengthen_as_a_whole_are_noticed():
-    model = TimeModel(0.01, LOADED_DOUBT, noise=STEP_NOISE)
+    model = TimeModel(0.01)
     for _ in range(20):
         model.record(0.01)
         model.record(0.01 * (1.2 + 0.2), 0.2, sized=True)
@@ -207,7 +227,7 @@ def test_noise_leaves_the_curves_slope():
 
 @pytest.mark.parametrize("slow", [2.0, 5.0])
 def test_a_machine_that_is_slower_for_a_while_does_not_make_drafts_dear(slow):
-    model, noise = TimeModel(0.01, LOADED_DOUBT, noise=STEP_NOISE), np.random.default_rng(1)
+    model, noise = TimeModel(0.01), np.random.default_rng(1)
     for step in range(120):
         speed = 0.01 * (slow if step // 10 % 2 else 1.0) * (1 + abs(noise.normal(0, 0.03)))
         drafted = step % 7 < 5
@@ -225,3 +245,12 @@ def test_one_slow_step_is_no_slow_machine():
     assert model.shape.at(0.5) == pytest.approx(before, rel=0.1)
     model.record(1.5, 0.5, sized=True)
     assert model.scale == pytest.approx(1.0, rel=0.1)
+
+
+def test_a_disturbance_is_credible_in_part_only_and_a_second_one_in_full():
+    model = TimeModel(1.0, 0.05, 0.05)
+    first = model.record(10.0)
+    assert first < 1.5
+    for _ in range(6):
+        again = model.record(10.0)
+    assert again > 8.0

@@ -13,8 +13,6 @@ from forerun.decoding.source import Source
 from forerun.kv.cache import READ_BLOCK
 from forerun.policy.choice import Choice
 from forerun.policy.gains import RowGains
-from forerun.policy.ledger import book
-from forerun.policy.time_model import NOTHING_KNOWN, TimeModel
 
 PREPARING_READS = 8.0
 """First guess of preparing a cached token, relative to what it adds to a plain pass: both read all keys. Measured in
@@ -59,7 +57,6 @@ class ChainPreparation:
     ) -> None:
         self._choice, self._chains, self._longest, self._beyond = choice, chains, longest, beyond
         self._trees, self._clock = trees, clock
-        self._seconds = TimeModel(1.0, NOTHING_KNOWN)  # as a multiple of the first guess
 
     def read(self, row: Row, state: PreparedRow, tokens: int) -> bool:
         """Prepare a piece of a prompt, if that is expected to pay; return whether the row need not wait for more."""
@@ -75,7 +72,7 @@ class ChainPreparation:
         state.ready = proposals.read(self._chains, row, tokens)
         state.seconds += self._clock() - began
         if state.ready:
-            self._record(row, state.seconds)
+            self._choice.learn_preparation(state.seconds, self._guess(row), self._free(row))
         return state.ready
 
     def allows(self, rows: Sequence[Row], states: Sequence[PreparedRow]) -> bool:
@@ -116,14 +113,8 @@ class ChainPreparation:
         best = float(((1 + (rate**lengths).cumsum()) / (draft.start + draft.each * lengths + passes)).max())
         trees = max(TREES_GAIN, choice.gain) if _is_short(row) else TREES_GAIN
         saved = row.wants * ((plain / trees if self._trees else plain) - 1 / best)
-        cost = self._seconds.scale * self._guess(row)
+        cost = choice.preparing * self._guess(row)
         return saved > cost and cost <= choice.ledger.slack + self._free(row)
-
-    def _record(self, row: Row, seconds: float) -> None:
-        """Record how long preparation ran; book what the prompt's prefill does not pay."""
-        if unit := self._choice.unit:
-            self._seconds.record(seconds / unit / self._guess(row))
-            book(self._choice.ledger, max(seconds / unit - self._free(row), 0.0), 0.0, False, 0.0, True)
 
 
 def _is_short(row: Row) -> bool:

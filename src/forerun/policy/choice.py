@@ -22,12 +22,8 @@ from forerun.policy.step_costs import (
     SLOPE_NODES,
     DraftPasses,
     begin_times,
-    node_share,
-    recent_gain,
-    scored_cost,
-    unit_of,
 )
-from forerun.policy.tables import CHAINS, EXTENSIONS, ROW, SMALL_CHAINS, NodeTable, Policy
+from forerun.policy.tables import CHAINS, EXTENSIONS, PASSES, PREPARING, ROW, SMALL_CHAINS, NodeTable, Policy
 from forerun.policy.time_model import LinearCost
 from forerun.policy.tree_pruning import ALL_JUDGED, NOT_JUDGED, SCORED_JUDGED
 
@@ -74,17 +70,23 @@ class Choice:
     @property
     def gain(self) -> float:
         """Recent tokens per row in the time of a plain step."""
-        return recent_gain(self._policy)
+        return float(self.ledger.tokens / self.ledger.spent)
 
     @property
     def unit(self) -> float:
         """Seconds of a plain pass over one token; 0 if unknown."""
-        return unit_of(self._policy)
+        passes = self._policy.times[PASSES]
+        return float(passes.scale) if self.ledger.loaded or passes.count else 0.0
 
     @property
     def node_share(self) -> float:
         """What nodes really cost, as a share of the curve's figure."""
-        return node_share(self._policy)
+        return float(self._policy.times[PASSES].each) if self.ledger.plain_measured else 1.0
+
+    @property
+    def preparing(self) -> float:
+        """Cost of preparing requests for chains, relative to the first guess."""
+        return float(self._policy.times[PREPARING].scale)
 
     def draft_line(self, cached: Sequence[int]) -> LinearCost:
         """Return the cost of drafting chains, by draft length."""
@@ -239,6 +241,12 @@ class Choice:
             rules.learn_plain(self._address(), plain.steps, plain.deciding, plain.passed)
             self._keep_gains(plain.rows)
 
+    def learn_preparation(self, seconds: float, guess: float, free: float) -> None:
+        """Update from a request that was prepared for chains, which was guessed to cost ``guess`` plain passes; book
+        what it cost beyond ``free``."""
+        if unit := self.unit:
+            rules.learn_preparation(self._address(), seconds / unit, guess, free)
+
     def _judged(self, decision: Decision, outcomes: Sequence[Outcome | None]) -> tuple[list[int], list[int]]:
         """Return by row whether committed tokens show which drafts were correct, scored or not; and these tokens."""
         judged, committed = [NOT_JUDGED] * len(outcomes), list[int]()
@@ -265,13 +273,10 @@ class Choice:
         with it and without it, scored or not. A chain with ``q`` counts as far as it was accepted."""
         assert decision.worth_it is not None
         right = [each.trees[row].matches(outcome.verdict.tokens) for each in decision.worth_it]
-        costs = [
-            scored_cost(self._policy, self._policy.step[0], each.added) if each.nodes else 0.0
-            for each in decision.worth_it
-        ]
         if decision.trees[row].q is not None:
             right[1] = len(outcome.verdict.path)
-        each_row = (costs[1] - costs[0]) / len(decision.extended)
+        before, after = decision.worth_it
+        each_row = (after.cost - before.cost) / len(decision.extended)
         return float(right[1] - right[0] - each_row / self._policy.rows["value"][row])
 
 
@@ -287,3 +292,4 @@ def warm_up() -> None:
     choice.learn(decision, [None], 1e-3, 0.0)
     rules.hold(choice._address(), 1.0, True)
     choice.learn_plain(PlainSteps(decision.rows, [0], 1, steps=1))
+    rules.learn_preparation(choice._address(), 1.0, 1.0, 1.0)

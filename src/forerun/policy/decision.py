@@ -39,14 +39,14 @@ class PassShape:
 
 
 class Pruned(NamedTuple):
-    """The part of a step's trees that is worth scoring: see ``nodes``, ``worth``, ``expected`` and ``added`` of
-    ``tables.STEP``."""
+    """The part of a step's trees that is worth scoring, and its cost; for the rest see ``tables.STEP``."""
 
     trees: list[DraftTree]
     nodes: int
     worth: float
     expected: float
     added: float
+    cost: float
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ import numpy as np
 from forerun.core.compiling import compiled
 from forerun.policy.calibration import FIRST_GUESS, MEMORY, STATEMENT_WEIGHT
 from forerun.policy.cost_curve import FloatArray
-from forerun.policy.tables import COSTLY, Policy
+from forerun.policy.tables import COSTLY, policy_at
 
 SUFFIXES = (3, 8, 32)
 """Lengths of the known suffix that separate classes, in tokens: a copy may begin, a copy, a long one."""
@@ -51,32 +51,34 @@ def class_of(source: int, promise: float) -> int:
 
 
 @compiled
-def _mean(policy: Policy, source: int, kind: int, doubt: float) -> float:
+def _mean(address: int, source: int, kind: int, doubt: float) -> float:
+    policy = policy_at(address)
     mean, least = policy.gains[source, kind], COSTLY_SPREAD if source == COSTLY else 0.0
     return float(mean + doubt * max(TREE_SPREAD * mean, least) / math.sqrt(policy.counts[source, kind]))
 
 
 @compiled
-def paying_nodes(policy: Policy, source: int, kind: int, price: float, doubt: float) -> int:
+def paying_nodes(address: int, source: int, kind: int, price: float, doubt: float) -> int:
     """Return how many nodes of a draft are worth more than ``price`` tokens each; 0 if they cost nothing."""
-    gain = _mean(policy, source, kind, doubt)
+    gain = _mean(address, source, kind, doubt)
     rate = gain / (1.0 + gain)
     return int(math.log(price) / math.log(rate)) if 0.0 < price < rate else 0
 
 
 @compiled
-def gain_of(policy: Policy, source: int, kind: int, price: float, doubt: float) -> float:
+def gain_of(address: int, source: int, kind: int, price: float, doubt: float) -> float:
     """Return a draft's expected gain, plus ``doubt`` standard errors, less ``price`` per node; in tokens."""
-    gain = _mean(policy, source, kind, doubt)
+    gain = _mean(address, source, kind, doubt)
     if price <= 0.0:
         return gain
-    nodes = paying_nodes(policy, source, kind, price, doubt)
+    nodes = paying_nodes(address, source, kind, price, doubt)
     return float(gain * (1.0 - (gain / (1.0 + gain)) ** nodes) - nodes * price)
 
 
 @compiled
-def record_gain(policy: Policy, source: int, kind: int, tokens: float) -> None:
+def record_gain(address: int, source: int, kind: int, tokens: float) -> None:
     """Record that a draft of this class gained ``tokens``."""
+    policy = policy_at(address)
     policy.counts[source, kind] = min(policy.counts[source, kind] + 1, RECENT_TREES)
     policy.gains[source, kind] += (tokens - policy.gains[source, kind]) / policy.counts[source, kind]
 

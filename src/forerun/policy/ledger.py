@@ -33,7 +33,7 @@ import numpy as np
 
 from forerun.core.compiling import compiled
 from forerun.core.records import RecordArray
-from forerun.policy.tables import Policy
+from forerun.policy.tables import policy_at
 
 START_SLACK = 3.0
 """What the first batch may lose at its start, in plain passes. With one pass, a first proposal that cost twice its
@@ -110,13 +110,14 @@ def _book(account: np.record, lost: float, progress: float, paid: float, income:
 
 
 @compiled
-def decoding_cost(policy: Policy, rows: int, cached: float) -> float:
+def decoding_cost(address: int, rows: int, cached: float) -> float:
     """Return the cost of a pass over one token of each row; ``cached``: their cached tokens in all."""
+    policy = policy_at(address)
     return float(policy.passes[rows] + policy.account[0].per_row * (rows - 1) + policy.looks[1] * cached)
 
 
 @compiled
-def cost_to_go(policy: Policy, step: np.record, rows: RecordArray) -> float:
+def cost_to_go(address: int, step: np.record, rows: RecordArray) -> float:
     """Return the cost of plain decoding until all rows have their tokens, less ``got`` ones, as the module says."""
     count, cached, total, before = len(rows), step.cached, 0.0, 0
     for number in range(count):
@@ -127,12 +128,12 @@ def cost_to_go(policy: Policy, step: np.record, rows: RecordArray) -> float:
             at -= 1
         rows[at].place = number
     if not step.closed:
-        return total * decoding_cost(policy, count, cached) / count
+        return total * decoding_cost(address, count, cached) / count
     total = 0.0
     for number in range(count):
         row = rows[rows[number].place]
         left = max(row.left - row.got, 0)
-        total += (left - before) * decoding_cost(policy, count - number, cached)
+        total += (left - before) * decoding_cost(address, count - number, cached)
         before, cached = left, cached - row.cached
     return total
 
@@ -144,9 +145,10 @@ def _ends_before(left: int, cached: int, row: np.record) -> bool:
 
 
 @compiled
-def value_tokens(policy: Policy, step: np.record, rows: RecordArray) -> None:
+def value_tokens(address: int, step: np.record, rows: RecordArray) -> None:
     """Set what tokens of each row save, in plain passes: ``each`` in any row, and ``last`` beyond that in the one that
     ends last. A ``weight`` in the sum over rows fades by a factor e with ``spread`` tokens."""
+    policy = policy_at(address)
     count, stretch, together, longest = len(rows), policy.account[0].stretch, step.alone, 0.0
     for row in rows:
         longest = max(longest, row.left / row.gain)
@@ -154,7 +156,7 @@ def value_tokens(policy: Policy, step: np.record, rows: RecordArray) -> None:
     for row in rows:
         row.each, row.last, row.weight, row.spread = together / count * stretch / row.gain, 0.0, 1.0, 1.0
         if step.closed and count > 1:
-            alone = decoding_cost(policy, 1, row.cached)
+            alone = decoding_cost(address, 1, float(row.cached))
             share = max(together - alone, 0.0) / (count - 1)
             row.each, row.last = share * stretch / row.gain, (alone - share) * stretch / row.gain
             row.weight, row.spread = math.exp((row.left / row.gain - longest) / wide), wide * row.gain

@@ -12,13 +12,12 @@ import math
 
 import numpy as np
 
-from forerun.core.array_handles import reader
 from forerun.core.compiling import compiled
 from forerun.core.records import RecordArray
 from forerun.core.tree import IntArray
 from forerun.policy.calibration import MEMORY
-from forerun.policy.cost_curve import CostCurve, CostTable, FloatArray
-from forerun.policy.gains import ROW_WEIGHT, SUFFIXES, class_of, first_gains, gain_of, paying_nodes, record_gain
+from forerun.policy.cost_curve import FloatArray
+from forerun.policy.gains import ROW_WEIGHT, SUFFIXES, class_of, gain_of, paying_nodes, record_gain
 from forerun.policy.ledger import (
     RESERVE,
     SHARE,
@@ -46,7 +45,8 @@ from forerun.policy.step_costs import (
     scored_cost,
     unit_of,
 )
-from forerun.policy.tables import CHEAP, COSTLY, DECIDING, EXTENSIONS, PROPOSALS, Policy
+from forerun.policy.tables import CHEAP, COSTLY, DECIDING, EXTENSIONS, PREPARING, PROPOSALS, Policy, policy_at
+from forerun.policy.time_model import record_time
 from forerun.policy.tree_pruning import judge, prune
 
 DOUBT = 1.0
@@ -61,8 +61,6 @@ RECENT = 0.1
 """Weight of the last step in recent averages."""
 PLAIN_STEPS = 16
 """Maximum steps for which a decision to draft nothing holds; with 0, 8 and 64, simulations agree to 0.0001."""
-
-policy_at = reader(Policy.allocate(CostTable(CostCurve.linear(1.0)), *first_gains()))
 
 
 @compiled
@@ -107,36 +105,37 @@ def decide(
         step.tokens += row.pending
         step.cached += row.cached
     step.decodes = step.tokens == len(rows)
-    step.alone = decoding_cost(policy, len(rows), step.cached)
-    step.plain = step.alone if step.decodes else pass_cost(policy, step, rows)
-    value_tokens(policy, step, rows)
+    step.alone = decoding_cost(address, len(rows), step.cached)
+    step.plain = step.alone if step.decodes else pass_cost(address, step, rows)
+    value_tokens(address, step, rows)
     value_later(step, rows)
-    step.cost_to_go = cost_to_go(policy, step, rows)
+    step.cost_to_go = cost_to_go(address, step, rows)
     if fresh:
         open_batch(account, step.cost_to_go)
-    price_nodes(policy, step, rows)
+    price_nodes(address, step, rows)
     for row in rows:
         row.value = row.later
-        row.kind = class_of(CHEAP, row.known if row.known >= 0 else SUFFIXES[0])
+        row.kind = class_of(CHEAP, float(row.known if row.known >= 0 else SUFFIXES[0]))
     step.lacks = math.inf
     if extends:
-        _consider_costly(policy, step, rows)
-    step.due = step.decodes and plain_step_due(policy)
+        _consider_costly(address, step, rows)
+    step.due = step.decodes and plain_step_due(address)
     if asks and not step.due:
-        step.proposing, step.trial, missing = _choose_proposers(policy, step, rows, 0)
+        step.proposing, step.trial, missing = _choose_proposers(address, step, rows, 0)
         step.trial &= step.proposing > 0
         step.lacks = min(step.lacks, missing)
-    _limit(policy, step, rows)
+    _limit(address, step, rows)
     return step.due != 0, step.costly != 0, step.trusted != 0
 
 
 @compiled
-def _limit(policy: Policy, step: np.record, rows: RecordArray) -> None:
+def _limit(address: int, step: np.record, rows: RecordArray) -> None:
     """Limit each row's ``budget`` to what the slack affords, and state the probability under which nodes cannot pay."""
+    policy = policy_at(address)
     cheapest = math.inf
     for number in range(step.drafts):
         cheapest = min(cheapest, rows[number].slope)
-    affordable = available(policy.account[0], step.trial) - asking_cost(policy, PROPOSALS, step.proposing)
+    affordable = available(policy.account[0], step.trial != 0) - asking_cost(address, PROPOSALS, step.proposing)
     most = max(1, int(affordable / max(cheapest, 1e-9)))
     for number in range(step.drafts):
         row = rows[number]
@@ -144,17 +143,18 @@ def _limit(policy: Policy, step: np.record, rows: RecordArray) -> None:
 
 
 @compiled
-def _consider_costly(policy: Policy, step: np.record, rows: RecordArray) -> None:
+def _consider_costly(address: int, step: np.record, rows: RecordArray) -> None:
     """Decide whether the costly source may propose now or soon; if not, it needs no hidden states. It is kept ready if
     it would surely pay at the pace of plain steps."""
-    account, cost, most, total = policy.account[0], asking_cost(policy, EXTENSIONS, 1), 0.0, 0.0
+    policy = policy_at(address)
+    account, cost, most, total = policy.account[0], asking_cost(address, EXTENSIONS, 1), 0.0, 0.0
     for number in range(step.drafts):
         most = max(most, rows[number].value)
         total += rows[number].value
-    pays = gain_of(policy, COSTLY, 0, 0.0, 0.0) * most > cost
+    pays = gain_of(address, COSTLY, 0, 0.0, 0.0) * most > cost
     missing = lacks_costly(account, 0.0, cost, not pays)
-    sure = gain_of(policy, COSTLY, 0, 0.0, -DOUBT) * max(total, step.plain)
-    step.trusted = sure > asking_cost(policy, EXTENSIONS, step.drafts)
+    sure = gain_of(address, COSTLY, 0, 0.0, -DOUBT) * max(total, step.plain)
+    step.trusted = sure > asking_cost(address, EXTENSIONS, step.drafts)
     step.costly = step.trusted or missing <= 0.0
     step.reserved = cost + RESERVE if pays and cost <= account.costly else 0.0
     if not step.costly:
@@ -162,7 +162,7 @@ def _consider_costly(policy: Policy, step: np.record, rows: RecordArray) -> None
 
 
 @compiled
-def _choose_proposers(policy: Policy, step: np.record, rows: RecordArray, least_kind: int) -> tuple[int, bool, float]:
+def _choose_proposers(address: int, step: np.record, rows: RecordArray, least_kind: int) -> tuple[int, bool, float]:
     """Choose the rows that propose trees: those whose trees pay together, as expected, or else with doubt, as a trial.
     Their classes are at least ``least_kind``.
 
@@ -170,43 +170,45 @@ def _choose_proposers(policy: Policy, step: np.record, rows: RecordArray, least_
     missing for others. Nodes that pay are included in what is to be covered, one of each row: otherwise the proposal
     would be lost, again and again.
     """
+    policy = policy_at(address)
     account, lacking = policy.account[0], math.inf
-    each, start = each_cost(policy, PROPOSALS), asking_cost(policy, PROPOSALS, 1) - each_cost(policy, PROPOSALS)
+    each, start = each_cost(address, PROPOSALS), asking_cost(address, PROPOSALS, 1) - each_cost(address, PROPOSALS)
     for row in rows:
         row.ahead, row.proposes = 0.0, 0
         if row.budget > 0:
-            row.ahead = gain_of(policy, CHEAP, max(row.kind, least_kind), row.slope / row.value, 0.0) / 2
+            row.ahead = gain_of(address, CHEAP, max(row.kind, least_kind), row.slope / row.value, 0.0) / 2
     value_later(step, rows)
     for doubt in (0.0, DOUBT):
         count, worth, nodes = 0, 0.0, 0.0
         for row in rows:
             price, kind = row.slope / row.later, max(row.kind, least_kind)
-            net = row.later * gain_of(policy, CHEAP, kind, price, doubt) - each if row.budget > 0 else 0.0
+            net = row.later * gain_of(address, CHEAP, kind, price, doubt) - each if row.budget > 0 else 0.0
             row.proposes = net > 0.0
             if row.proposes:
                 count, worth = count + 1, worth + net
-                nodes += row.slope if paying_nodes(policy, CHEAP, kind, price, doubt) else 0.0
+                nodes += row.slope if paying_nodes(address, CHEAP, kind, price, doubt) else 0.0
         if count and worth > start + step.fixed:
             cost = start + each * count + max(step.fixed, 0.0) + nodes + step.reserved
             missing = lacks(account, cost, doubt > 0.0)
             if missing <= 0.0:
                 return count, doubt > 0.0, 0.0
             lacking = min(lacking, missing)
-    return _try_hopeless(policy, step, rows, least_kind, lacking)
+    return _try_hopeless(address, step, rows, least_kind, lacking)
 
 
 @compiled
 def _try_hopeless(
-    policy: Policy, step: np.record, rows: RecordArray, least_kind: int, lacking: float
+    address: int, step: np.record, rows: RecordArray, least_kind: int, lacking: float
 ) -> tuple[int, bool, float]:
     """Choose rows whose trees are not expected to pay, as a trial, if the slack leaves ``RESERVE``."""
+    policy = policy_at(address)
     count = 0
     for row in rows:
-        known = max(row.kind, least_kind) > 0 or asking_cost(policy, PROPOSALS, 1) < CHEAP_SHARE
+        known = max(row.kind, least_kind) > 0 or asking_cost(address, PROPOSALS, 1) < CHEAP_SHARE
         row.proposes = row.budget > 0 and known
         count += row.proposes
     if count:
-        cost = asking_cost(policy, PROPOSALS, count) + step.reserved + RESERVE
+        cost = asking_cost(address, PROPOSALS, count) + step.reserved + RESERVE
         missing = lacks(policy.account[0], cost, True)
         if missing <= 0.0:
             return count, True, min(lacking, missing)
@@ -222,19 +224,19 @@ def choose_extensions(address: int) -> int:
     nodes of their trees (``promise``); return their number."""
     policy, rows = _under_way(address)
     step = policy.step[0]
-    each, start = each_cost(policy, EXTENSIONS), asking_cost(policy, EXTENSIONS, 1) - each_cost(policy, EXTENSIONS)
-    spent, able = asking_cost(policy, PROPOSALS, step.proposing), 0
+    each, start = each_cost(address, EXTENSIONS), asking_cost(address, EXTENSIONS, 1) - each_cost(address, EXTENSIONS)
+    spent, able = asking_cost(address, PROPOSALS, step.proposing), 0
     for row in rows:
         row.kind_extended, row.ahead = class_of(COSTLY, row.promise), 0.0
         if row.extends:
             able += 1
-            row.ahead = row.promise + gain_of(policy, COSTLY, row.kind_extended, 0.0, 0.0) / 2
+            row.ahead = row.promise + gain_of(address, COSTLY, row.kind_extended, 0.0, 0.0) / 2
     value_later(step, rows)
     count = 0
     for doubt in (0.0, DOUBT):
         count, worth = 0, 0.0
         for row in rows:
-            net = row.later * gain_of(policy, COSTLY, row.kind_extended, 0.0, doubt) - each
+            net = row.later * gain_of(address, COSTLY, row.kind_extended, 0.0, doubt) - each
             row.pays = row.extends and net > 0.0
             count, worth = count + row.pays, worth + (net if row.pays else 0.0)
         step.costly_trial = doubt > 0.0
@@ -256,8 +258,11 @@ def choose_extensions(address: int) -> int:
 
 
 @compiled
-def prune_trees(address: int, given: IntArray, vocabulary: int, limited: bool) -> tuple[int, float, float, float]:
-    """Prune trees; see ``tree_pruning.prune``. Return ``nodes``, ``worth``, ``expected`` and ``added`` of the step.
+def prune_trees(
+    address: int, given: IntArray, vocabulary: int, limited: bool
+) -> tuple[int, float, float, float, float]:
+    """Prune trees; see ``tree_pruning.prune``. Return ``nodes``, ``worth``, ``expected`` and ``added`` of the step, and
+    the cost.
 
     Args:
         given: ``begin`` of each row with a tree, the end of the last tree, and ``stated`` of each.
@@ -271,23 +276,24 @@ def prune_trees(address: int, given: IntArray, vocabulary: int, limited: bool) -
         row.begin, row.proposed = given[number], given[number + 1] - given[number]
         row.stated = given[trees + 1 + number]
     if limited:
-        slack = max(available(policy.account[0], step.trial) - _asked(policy, step), 0.0)
-    prune(policy, step, rows, vocabulary, slack)
-    return int(step.nodes), float(step.worth), float(step.expected), float(step.added)
+        slack = max(available(policy.account[0], step.trial != 0) - _asked(address, step), 0.0)
+    prune(address, step, rows, vocabulary, slack)
+    cost = scored_cost(address, step, step.added) if step.nodes else 0.0
+    return int(step.nodes), float(step.worth), float(step.expected), float(step.added), cost
 
 
 @compiled
-def _asked(policy: Policy, step: np.record) -> float:
+def _asked(address: int, step: np.record) -> float:
     """Return the cost of the step's proposals."""
-    return asking_cost(policy, PROPOSALS, step.proposing) + asking_cost(policy, EXTENSIONS, step.extending)
+    return asking_cost(address, PROPOSALS, step.proposing) + asking_cost(address, EXTENSIONS, step.extending)
 
 
 @compiled
-def _uniform_cost(policy: Policy, step: np.record, rows: RecordArray, nodes: int) -> float:
+def _uniform_cost(address: int, step: np.record, rows: RecordArray, nodes: int) -> float:
     """Return the cost of scoring so many nodes of each row."""
     for number in range(step.drafts):
         rows[number].nodes = nodes
-    return scored_cost(policy, step, pass_cost(policy, step, rows) - step.plain)
+    return scored_cost(address, step, pass_cost(address, step, rows) - step.plain)
 
 
 @compiled
@@ -300,10 +306,10 @@ def chain_length(address: int, start: float, each: float, most: int, stops_early
     """
     policy, rows = _under_way(address)
     step = policy.step[0]
-    account, spent, longest = policy.account[0], _asked(policy, step), 0.0
-    tree = step.worth - scored_cost(policy, step, step.added) if step.nodes else 0.0
-    first = _uniform_cost(policy, step, rows, 1)
-    further = each + (_uniform_cost(policy, step, rows, most) - first) / max(most - 1, 1)
+    account, spent, longest = policy.account[0], _asked(address, step), 0.0
+    tree = step.worth - scored_cost(address, step, step.added) if step.nodes else 0.0
+    first = _uniform_cost(address, step, rows, 1)
+    further = each + (_uniform_cost(address, step, rows, most) - first) / max(most - 1, 1)
     for row in rows:
         row.ahead = 0.0
         longest = max(longest, row.longest)
@@ -315,7 +321,7 @@ def chain_length(address: int, start: float, each: float, most: int, stops_early
             row.promise = 0.0
         for length in range(1, most + 1):
             saved, cost = _saved(step, rows, length, trial), start + each * length
-            cost += _uniform_cost(policy, step, rows, length)
+            cost += _uniform_cost(address, step, rows, length)
             if length <= longest and cost <= available(account, trial) - spent:
                 furthest = length
                 if saved - cost > net:
@@ -359,7 +365,7 @@ def hold(address: int, most: float, can_tell: bool) -> tuple[int, int]:
     for number in range(step.drafts):
         least = min(least, rows[number].kind)
     for kind in range(least + 1, len(SUFFIXES) + 1):
-        proposing, _, missing = _choose_proposers(policy, step, rows, kind)
+        proposing, _, missing = _choose_proposers(address, step, rows, kind)
         if proposing or missing < count * income:
             return count, SUFFIXES[kind - 1]
     return count, 0
@@ -385,25 +391,25 @@ def learn(address: int, given: IntArray, seconds: FloatArray, part: int, plain: 
             row.got, row.nodes, row.judged = given[number], given[drafts + number], given[2 * drafts + number]
         nodes, got = nodes + row.nodes, got + row.got
         row.gain += ROW_WEIGHT * (row.got - row.gain)
-    judge(policy, rows, given[3 * drafts :])
-    _record_gains(policy, rows)
-    added = pass_cost(policy, step, rows) - step.plain if nodes else 0.0
-    credible = record_pass(policy, step, added, seconds[4], nodes == 0) if step.decodes else 0.0
-    cost = 0.0 if plain else step.alone + (scored_cost(policy, step, added) if nodes else 0.0)
-    unit, costly = unit_of(policy), 0.0
+    judge(address, rows, given[3 * drafts :])
+    _record_gains(address, rows)
+    added = pass_cost(address, step, rows) - step.plain if nodes else 0.0
+    credible = record_pass(address, step, added, seconds[4], nodes == 0) if step.decodes else 0.0
+    cost = 0.0 if plain else step.alone + (scored_cost(address, step, added) if nodes else 0.0)
+    unit, costly = unit_of(address), 0.0
     if unit > 0.0:  # without a measurement, the curve is believed
         cost = credible / unit if credible > 0.0 and nodes else cost
-        cost += record_asking(policy, DECIDING, seconds[0], 0)
+        cost += record_asking(address, DECIDING, seconds[0], 0)
         if step.proposing:
-            cost += record_asking(policy, PROPOSALS, seconds[1], step.proposing)
+            cost += record_asking(address, PROPOSALS, seconds[1], step.proposing)
         if step.extending:
-            cost += record_asking(policy, EXTENSIONS, seconds[2], step.extending)
+            cost += record_asking(address, EXTENSIONS, seconds[2], step.extending)
             costly = seconds[2] / unit
         if step.passes > 0.0:
-            cost += record_chains(policy, step, part, seconds[3], nodes / step.drafts)
+            cost += record_chains(address, step, part, seconds[3], nodes / step.drafts)
     for row in rows:
         costly -= row.added * row.value if row.extends else 0.0
-    progress = step.cost_to_go - cost_to_go(policy, step, rows)
+    progress = step.cost_to_go - cost_to_go(address, step, rows)
     stretch = 1.0 + cost if plain else cost / step.alone
     if plain:
         book_plain(account, cost, progress)
@@ -415,13 +421,21 @@ def learn(address: int, given: IntArray, seconds: FloatArray, part: int, plain: 
 
 
 @compiled
-def _record_gains(policy: Policy, rows: RecordArray) -> None:
+def _record_gains(address: int, rows: RecordArray) -> None:
     """Record what trees and the costly source gained, in the rows that were judged."""
     for row in rows:
         if row.judged and row.extends:
-            record_gain(policy, COSTLY, row.kind_extended, row.added)
+            record_gain(address, COSTLY, row.kind_extended, row.added)
         if row.judged and row.proposes:
-            record_gain(policy, CHEAP, row.kind, row.before if row.extends else row.right)
+            record_gain(address, CHEAP, row.kind, float(row.before if row.extends else row.right))
+
+
+@compiled
+def learn_preparation(address: int, cost: float, guess: float, free: float) -> None:
+    """Update from a request that was prepared for chains, and book the cost beyond ``free``."""
+    policy = policy_at(address)
+    record_time(policy.times[PREPARING], cost / guess, 0.0, False)
+    book(policy.account[0], max(cost - free, 0.0), 0.0, False, 0.0, True)
 
 
 @compiled
@@ -430,9 +444,9 @@ def learn_plain(address: int, count: int, deciding: float, passed: float) -> Non
     (``deciding``) and of the passes."""
     policy, rows = _under_way(address)
     step = policy.step[0]
-    account, unit = policy.account[0], unit_of(policy)
+    account, unit = policy.account[0], unit_of(address)
     cost = deciding / unit if unit > 0.0 else 0.0
-    record_plain(policy, step.plain, passed / count)
+    record_plain(address, step.plain, passed / count)
     book_plain(account, cost, count * step.plain)
     for row in rows:
         row.gain = 1.0 + (1.0 - ROW_WEIGHT) ** count * (row.gain - 1.0)

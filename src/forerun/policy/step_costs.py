@@ -13,14 +13,25 @@ from forerun.core.compiling import compiled
 from forerun.core.records import RecordArray
 from forerun.policy.cost_curve import CostTable
 from forerun.policy.ledger import SHARE
-from forerun.policy.tables import CHAINS, DECIDING, EXTENSIONS, PASSES, PROPOSALS, SMALL_CHAINS, Policy
+from forerun.policy.tables import (
+    CHAINS,
+    DECIDING,
+    EXTENSIONS,
+    PASSES,
+    PREPARING,
+    PROPOSALS,
+    SMALL_CHAINS,
+    Policy,
+    policy_at,
+)
 from forerun.policy.time_model import (
     CREDIBLE,
-    DRAFTING_NOISE,
     GUESS_DOUBT,
+    IN_PROPORTION,
     LOADED_DOUBT,
     NOTHING_KNOWN,
     STEP_NOISE,
+    LinearCost,
     begin_time,
     record_time,
     time_at,
@@ -79,49 +90,55 @@ def begin_times(policy: Policy, unit: float | None) -> None:
     """Set all times to first guesses; ``unit``: seconds of a plain pass, if measured at load."""
     times, account = policy.times, policy.account[0]
     account.loaded = unit is not None
-    begin_time(times[PASSES], unit or 1.0, LOADED_DOUBT if unit else NOTHING_KNOWN, 1.0, 1.0, STEP_NOISE)
+    begin_time(times[PASSES], unit or 1.0, LOADED_DOUBT if unit else NOTHING_KNOWN, noise=STEP_NOISE)
+    begin_time(times[PREPARING], 1.0, NOTHING_KNOWN)
     for part, seconds, guess in (
         (DECIDING, FIRST_DECIDING, UNKNOWN), (PROPOSALS, FIRST_PROPOSAL, UNKNOWN), (EXTENSIONS, 0.0, FIRST_EXTENSION)
     ):  # fmt: skip
-        begin_time(times[part], guess, GUESS_DOUBT, 1.0 - FURTHER_ROW, FURTHER_ROW, DRAFTING_NOISE)
+        begin_time(times[part], guess, GUESS_DOUBT, LinearCost(1.0 - FURTHER_ROW, FURTHER_ROW))
         policy.seconds[part], times[part].guessed = seconds, 0
     for part in (CHAINS, SMALL_CHAINS):
-        begin_time(times[part], 1.0, GUESS_DOUBT, 0.0, 1.0, DRAFTING_NOISE)
+        begin_time(times[part], 1.0, GUESS_DOUBT, IN_PROPORTION)
 
 
 @compiled
-def unit_of(policy: Policy) -> float:
+def unit_of(address: int) -> float:
     """Return the seconds of a pass of cost 1 without drafts; 0 if unknown."""
+    policy = policy_at(address)
     time = policy.times[PASSES]
     return float(time.scale) if policy.account[0].loaded or time.count else 0.0
 
 
 @compiled
-def _part(policy: Policy, part: int) -> Any:
+def _part(address: int, part: int) -> Any:
     """Return a part's time, in plain passes as soon as their seconds are known."""
-    time, unit = policy.times[part], unit_of(policy)
+    policy = policy_at(address)
+    time, unit = policy.times[part], unit_of(address)
     if not time.guessed and unit > 0.0:
-        guess = policy.seconds[part] / unit if policy.seconds[part] > 0.0 else time.scale
-        begin_time(time, guess, GUESS_DOUBT, 1.0 - FURTHER_ROW, FURTHER_ROW, DRAFTING_NOISE)
+        time.guessed = 1
+        if policy.seconds[part] > 0.0:
+            time.scale = policy.seconds[part] / unit
+            time.log_scale = math.log(policy.seconds[part] / unit)
     return time
 
 
 @compiled
-def asking_cost(policy: Policy, part: int, rows: int) -> float:
+def asking_cost(address: int, part: int, rows: int) -> float:
     """Return the cost of a source's drafts for so many rows; 0 for none."""
-    return time_at(_part(policy, part), rows) if rows else 0.0
+    return time_at(_part(address, part), float(rows)) if rows else 0.0
 
 
 @compiled
-def each_cost(policy: Policy, part: int) -> float:
+def each_cost(address: int, part: int) -> float:
     """Return what a further row adds to a source's drafts."""
-    time = _part(policy, part)
+    time = _part(address, part)
     return float(time.scale * time.each)
 
 
 @compiled
-def scored_cost(policy: Policy, step: np.record, added: float) -> float:
+def scored_cost(address: int, step: np.record, added: float) -> float:
     """Return the cost of drafts that add ``added`` to the pass by the curve, corrected by what passes took."""
+    policy = policy_at(address)
     if not policy.account[0].plain_measured:
         return added
     time = policy.times[PASSES]
@@ -129,14 +146,16 @@ def scored_cost(policy: Policy, step: np.record, added: float) -> float:
 
 
 @compiled
-def node_share(policy: Policy) -> float:
+def node_share(address: int) -> float:
     """Return what nodes really cost, as a share of the curve's figure."""
+    policy = policy_at(address)
     return float(policy.times[PASSES].each) if policy.account[0].plain_measured else 1.0
 
 
 @compiled
-def pass_cost(policy: Policy, step: np.record, rows: RecordArray) -> float:
+def pass_cost(address: int, step: np.record, rows: RecordArray) -> float:
     """Return the cost of the pass with each row's ``nodes``."""
+    policy = policy_at(address)
     count, looking = step.tokens, 0.0
     for row in rows:
         count += row.nodes
@@ -145,46 +164,45 @@ def pass_cost(policy: Policy, step: np.record, rows: RecordArray) -> float:
 
 
 @compiled
-def price_nodes(policy: Policy, step: np.record, rows: RecordArray) -> None:
+def price_nodes(address: int, step: np.record, rows: RecordArray) -> None:
     """Set the fixed cost of having nodes at all, and the cost per node of each row."""
+    policy = policy_at(address)
     first, nodes, passes, looks = step.tokens + 1, step.drafts, policy.passes, policy.looks
     slope = (passes[first + nodes] - passes[first]) / nodes
     look = max((looks[2 + SLOPE_NODES] - looks[2]) / SLOPE_NODES, 0.0)
-    step.fixed = scored_cost(policy, step, max(passes[first] - passes[first - 1] - slope, 0.0))
+    step.fixed = scored_cost(address, step, max(passes[first] - passes[first - 1] - slope, 0.0))
     for row in rows:
-        row.slope = node_share(policy) * (slope + look * row.cached)
+        row.slope = node_share(address) * (slope + look * row.cached)
 
 
 @compiled
-def plain_step_due(policy: Policy) -> bool:
+def plain_step_due(address: int) -> bool:
     """Return whether to measure a plain step now: if none was and drafts gain little, if it is in doubt whether they
     pay, or if it costs less than ``SHARE`` of the time since the last."""
-    account, gain = policy.account[0], recent_gain(policy)
+    policy = policy_at(address)
+    account = policy.account[0]
+    gain = account.tokens / account.spent
     if not account.plain_measured and (not account.loaded or account.after_plain):
-        return gain <= PLAIN_STEPS_TO_MEASURE
+        return bool(gain <= PLAIN_STEPS_TO_MEASURE)
     doubt = math.sqrt(policy.times[PASSES].p00)
-    if unit_of(policy) > 0.0 and account.since and doubt > CREDIBLE * STEP_NOISE and gain < math.exp(CREDIBLE * doubt):
+    if unit_of(address) > 0.0 and account.since and doubt > CREDIBLE * STEP_NOISE and gain < math.exp(CREDIBLE * doubt):
         return True
     return bool(account.since * SHARE > PLAIN_STEPS_TO_MEASURE * max(gain, 1.0))
 
 
 @compiled
-def recent_gain(policy: Policy) -> float:
-    """Return recent tokens per row in the time of a plain step."""
-    return float(policy.account[0].tokens / policy.account[0].spent)
-
-
-@compiled
-def record_plain(policy: Policy, plain: float, seconds: float) -> None:
+def record_plain(address: int, plain: float, seconds: float) -> None:
     """Record a plain pass after another one: its cost by the curve, and its seconds."""
+    policy = policy_at(address)
     account = policy.account[0]
     record_time(policy.times[PASSES], seconds / plain, 0.0, False)
     account.plain_measured, account.after_plain, account.since = 1, 1, 0
 
 
 @compiled
-def record_pass(policy: Policy, step: np.record, added: float, seconds: float, empty: bool) -> float:
+def record_pass(address: int, step: np.record, added: float, seconds: float, empty: bool) -> float:
     """Record a pass; return its credible time, or 0 if it was not measured."""
+    policy = policy_at(address)
     account = policy.account[0]
     account.since += 1
     if empty and not account.after_plain:
@@ -199,16 +217,17 @@ def record_pass(policy: Policy, step: np.record, added: float, seconds: float, e
 
 
 @compiled
-def record_asking(policy: Policy, part: int, seconds: float, rows: int) -> float:
+def record_asking(address: int, part: int, seconds: float, rows: int) -> float:
     """Record the seconds of a part of a step for so many rows, if any, and return their credible cost."""
-    return record_time(_part(policy, part), seconds / unit_of(policy), rows, rows > 0)
+    return record_time(_part(address, part), seconds / unit_of(address), float(rows), rows > 0)
 
 
 @compiled
-def record_chains(policy: Policy, step: np.record, part: int, seconds: float, length: float) -> float:
+def record_chains(address: int, step: np.record, part: int, seconds: float, length: float) -> float:
     """Record the time of drafting chains, and return its credible cost. The first chains touch memory and select keys,
     so they only count if cheaper than the guess."""
-    time, unit = policy.times[part], unit_of(policy)
+    policy = policy_at(address)
+    time, unit = policy.times[part], unit_of(address)
     passes = seconds / unit / step.passes
     if length <= 0.0:
         return seconds / unit

@@ -6,14 +6,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from forerun.core.array_handles import reader
 from forerun.core.records import RecordArray, records
 from forerun.core.tree import IntArray
 from forerun.policy.calibration import CalibrationTable
-from forerun.policy.cost_curve import CostTable, FloatArray
+from forerun.policy.cost_curve import CostCurve, CostTable, FloatArray
 
-PASSES, DECIDING, PROPOSALS, EXTENSIONS, CHAINS, SMALL_CHAINS = range(6)
-"""Parts of a step whose time is learned: plain passes, deciding, trees of the cheap source, drafts of the costly one,
-and passes that draft chains, by the target's weights or by a small model."""
+PASSES, DECIDING, PROPOSALS, EXTENSIONS, CHAINS, SMALL_CHAINS, PREPARING = range(7)
+"""What is timed: plain passes, deciding, trees of the cheap source, drafts of the costly one, passes that draft chains,
+by the target's weights or by a small model, and preparing a request for chains."""
 CHEAP, COSTLY = range(2)
 """Sources."""
 
@@ -141,7 +142,7 @@ class Policy(NamedTuple):
 
     @classmethod
     def allocate(cls, table: CostTable, gains: FloatArray, counts: FloatArray) -> Policy:
-        learned = np.zeros(1, ACCOUNT), np.zeros(SMALL_CHAINS + 1, TIME), np.zeros(SMALL_CHAINS + 1), gains, counts
+        learned = np.zeros(1, ACCOUNT), np.zeros(PREPARING + 1, TIME), np.zeros(PREPARING + 1), gains, counts
         step, rows = np.zeros(1, STEP), np.zeros(16, ROW)
         return cls(*learned, *table.curves(1), CalibrationTable.empty(), step, rows, NodeTable.allocate(64))
 
@@ -149,3 +150,7 @@ class Policy(NamedTuple):
         """Forget the step under way."""
         self.step.view(np.int64).fill(0)
         self.rows.view(np.int64).fill(0)
+
+
+policy_at = reader(Policy.allocate(CostTable(CostCurve.linear(1.0)), np.zeros((2, 1)), np.zeros((2, 1))))
+"""Returns the ``Policy`` at an ``address``, by which compiled functions get it."""

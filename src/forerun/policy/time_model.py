@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 
 from forerun.core.compiling import compiled
-from forerun.policy.tables import TIME
 
 STEP_NOISE, DRAFTING_NOISE, SPEED_DRIFT = 0.05, 0.2, 0.005
 """Standard deviations, as shares: of a pass's time on a quiet machine; of drafting's, which also depends on the
@@ -44,15 +43,20 @@ class LinearCost(NamedTuple):
 AS_THE_CURVE_SAYS, IN_PROPORTION = LinearCost(1.0, 1.0), LinearCost(0.0, 1.0)
 
 
-@compiled
-def begin_time(time: np.record, scale: float, doubt: float, start: float, each: float, noise: float) -> None:
-    """Set a time to a first guess; ``doubt``: standard deviation of its logarithm, ``noise``: of a measurement, as a
-    share."""
+def begin_time(
+    time: np.record, scale: float, doubt: float, shape: LinearCost = AS_THE_CURVE_SAYS, noise: float = DRAFTING_NOISE
+) -> None:
+    """Set a time to a first guess.
+
+    Args:
+        doubt: standard deviation of the logarithm of ``scale``.
+        shape: prior of ``start`` and ``each``.
+        noise: standard deviation of a measurement, as a share.
+    """
     time.scale, time.log_scale, time.noise, time.count, time.guessed = scale, math.log(scale), noise, 0, 1
-    time.start = time.prior_start = start
-    time.each = time.prior_each = each
-    time.p00, time.p01, time.p02 = doubt**2, 0.0, 0.0
-    time.p11, time.p12, time.p22 = START_DOUBT**2, 0.0, EACH_DOUBT**2
+    time.start, time.each = time.prior_start, time.prior_each = shape
+    time.p00, time.p11, time.p22 = doubt**2, START_DOUBT**2, EACH_DOUBT**2
+    time.p01 = time.p02 = time.p12 = 0.0
 
 
 @compiled
@@ -91,25 +95,3 @@ def record_time(time: np.record, taken: float, size: float, sized: bool) -> floa
     time.p12 = fade * (p12 - g1 * g2 / variance)
     time.p22 = fade * (p22 - g2 * g2 / variance) + EACH_DOUBT**2 * (1.0 - fade)
     return math.exp(expected + credible)
-
-
-class TimeModel:
-    """A time of its own. Args: see ``begin_time``; ``shape``: prior of ``start`` and ``each``."""
-
-    def __init__(
-        self, scale: float, doubt: float, shape: LinearCost = AS_THE_CURVE_SAYS, noise: float = DRAFTING_NOISE
-    ) -> None:
-        (self._time,) = np.zeros(1, TIME)
-        begin_time(self._time, scale, doubt, *shape, noise)
-
-    def record(self, taken: float, size: float = 0.0, sized: bool = False) -> float:
-        """Update from a measured time; see ``record_time``."""
-        return record_time(self._time, taken, size, sized)
-
-    @property
-    def scale(self) -> float:
-        return float(self._time.scale)
-
-    @property
-    def shape(self) -> LinearCost:
-        return LinearCost(float(self._time.start), float(self._time.each))

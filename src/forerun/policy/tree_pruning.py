@@ -28,7 +28,7 @@ from forerun.policy.calibration import (
     odds_of,
 )
 from forerun.policy.step_costs import node_share, scored_cost
-from forerun.policy.tables import NodeTable, Policy
+from forerun.policy.tables import NodeTable, policy_at
 
 NOT_JUDGED, ALL_JUDGED, SCORED_JUDGED = range(3)
 """``judged`` of a row."""
@@ -111,15 +111,16 @@ def _extract(table: NodeTable, rows: RecordArray, picked: int) -> None:
 
 
 @compiled
-def prune(policy: Policy, step: np.record, rows: RecordArray, vocabulary: int, slack: float) -> None:
+def prune(address: int, step: np.record, rows: RecordArray, vocabulary: int, slack: float) -> None:
     """Keep the nodes whose tokens are worth more than they cost, at most ``slack``; other than the ``vocabulary``'s
     tokens and their descendants cannot be accepted. The first columns of ``NodeTable`` hold the rows' trees."""
+    policy = policy_at(address)
     table, passes, looks = policy.nodes, policy.passes, policy.looks
     for row in rows:
         row.scored, row.kept, row.fading = row.pending, 0, row.weight
         _add_tree(table, policy.calibration, row, vocabulary)
         _sort(table, row)
-    look = node_share(policy) * (looks[-1] - looks[1]) / max(len(looks) - 2, 1)
+    look = node_share(address) * (looks[-1] - looks[1]) / max(len(looks) - 2, 1)
     saved, expected, looking, most, number = 0.0, 0.0, 0.0, 0.0, 0
     step.nodes, step.worth, step.expected, step.added = 0, 0.0, 0.0, 0.0
     while True:
@@ -136,7 +137,7 @@ def prune(policy: Policy, step: np.record, rows: RecordArray, vocabulary: int, s
         row.kept += 1
         number += 1
         added = passes[step.tokens + number] - passes[step.tokens] + looking
-        cost = scored_cost(policy, step, added)
+        cost = scored_cost(address, step, added)
         if cost > slack:
             break
         if saved - cost > most:
@@ -165,8 +166,9 @@ def _judge_row(table: NodeTable, calibration: CalibrationTable, row: np.record, 
 
 
 @compiled
-def judge(policy: Policy, rows: RecordArray, tokens: IntArray) -> None:
+def judge(address: int, rows: RecordArray, tokens: IntArray) -> None:
     """Calibrate by what the pruned trees' rows committed: ``tokens``, ``got`` ones of each judged row."""
+    policy = policy_at(address)
     at, judged = 0, 0
     for row in rows:
         if row.judged != NOT_JUDGED:
