@@ -15,7 +15,8 @@ import torch
 from transformers import PreTrainedModel
 
 from forerun.core.tree import IntArray
-from forerun.kernels.attention.ordered_attention import COMBINE, SCAN, AttendOp
+from forerun.kernels.attention.attention_fields import AttendOp
+from forerun.kernels.attention.ordered_attention import COMBINE, SCAN
 from forerun.kernels.attention.packed_pass import HeadShape, scratch_bytes
 from forerun.kernels.attention.topk_attention import ATTEND_TOPK
 from forerun.kernels.attention.topk_rank import PROJECT_QUERIES, RANK_CHUNKS, TOPK_BYTES
