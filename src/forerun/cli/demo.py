@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from forerun import __version__
+from forerun.cli.bench_options import DemoOptions
 from forerun.cli.commands import FAILED
-from forerun.cli.options import DemoOptions
 from forerun.cli.terminal import DRAFTED, preparing, printable, progress_bar, say, stderr, stdout
 from forerun.core.request import Request
 from forerun.engine.engine import Engine

@@ -13,8 +13,8 @@ import typer
 
 from forerun import __version__
 from forerun.cli.commands import INTERRUPTED
+from forerun.cli.generate_options import ChatOptions, GenerateOptions, WriterOptions
 from forerun.cli.models import check_drafters, make_engine
-from forerun.cli.options import ChatOptions, GenerateOptions, WriterOptions
 from forerun.cli.prompt_input import check_text, read_prompt
 from forerun.cli.rank_check import followed, leading
 from forerun.cli.stats_tables import levels, stats_table

@@ -14,9 +14,9 @@ from forerun.bench.machine import plain_values
 from forerun.bench.never_slower import TASKS, TEXT_KINDS, UNDRAFTED, Material, SlownessTable, TableCell
 from forerun.bench.prompts_file import TemplateEncoder, read_prompts_file
 from forerun.bench.report import write
+from forerun.cli.bench_options import NeverSlowerOptions
 from forerun.cli.commands import FAILED
 from forerun.cli.models import check_drafters, encoder, load_stretched, settings
-from forerun.cli.options import NeverSlowerOptions
 from forerun.cli.terminal import progress_bar, show_report, stderr
 from forerun.core.long_context import LongContextConfig
 from forerun.decoding.level import Level
