@@ -200,11 +200,6 @@ class RetrievalCache(ChunkedView):
         """Committed tokens that a pass attends to."""
         return self._place(self.length)
 
-    @property
-    def choice_bytes(self) -> int:
-        """Bytes of the chunk means, which a selection reads."""
-        return sum(layer.indexed_bytes for layer in self._layers.values())
-
     def needs(self, shape: KVShape, tokens: int) -> int:
         config = self.config
         places = min(tokens, config.budget) + config.recent + config.growth + 2 * config.chunk + ROLLBACK_TOKENS
@@ -257,11 +252,6 @@ class ChosenChunks:
     @property
     def known(self) -> int:
         return self._indexed * self._chunk
-
-    @property
-    def indexed_bytes(self) -> int:
-        """Bytes of the indexed keys."""
-        return self._means[:, : self._indexed].nbytes if self._indexed else 0
 
     @property
     def mean_bytes(self) -> int:
