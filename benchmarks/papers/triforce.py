@@ -27,7 +27,7 @@ from forerun.core.long_context import LongContextConfig
 from forerun.decoding.recipes import buildable
 from forerun.engine.engine import Engine
 from forerun.kv.cache import KVShape
-from forerun.kv.kv_tiers import KVMemory, min_device_bytes
+from forerun.kv.kv_tiers import min_device_bytes
 from forerun.models.forward.architecture import dtype_name
 from forerun.models.forward.inputs import position_limit
 
@@ -76,8 +76,6 @@ class TriforceOptions(ListOptions, OutputOptions, LongOptions, MemoryOptions, Mo
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_memory()
-        if self.yarn is not None and not self.yarn > 1:
-            raise ValueError(f"--yarn is {self.yarn:g}; it must be above 1")
         numbers("--batch-budgets", self.batch_budgets, int, self.chunk)
 
     @property
@@ -199,10 +197,7 @@ def run(options: TriforceOptions) -> None:
     haystack = needles.build(texts, 0, options.longest, options.needles) if "needles" in parts else None
     config = settings(options, named or DRAFTERS, model, tokenizer)
     drafters = named or [name for name in DRAFTERS if name in buildable(config)]
-    memory = None
-    if options.kv_memory is not None:
-        memory = KVMemory(options.kv_memory, options.kv_host_memory, options.kv_folder, options.simulate_bandwidth)
-    engine = Engine(model, "none", tokenizer=tokenizer, kv_memory=memory)
+    engine = Engine(model, "none", tokenizer=tokenizer, kv_memory=options.memory)
     _check_memory(options, engine.target.kv, parts)
     report = Report.of("TriForce on long contexts", options, "triforce", dtype=dtype_name(model))
     bench = TriforceBench(LongBench(engine, options.rounds), texts, config, options, drafters, report)

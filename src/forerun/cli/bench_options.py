@@ -97,10 +97,6 @@ class NeverSlowerOptions(OutputOptions, LongOptions, ModelOptions):
     out: Out = Path("runs/never-slower")
     resume: Resume = False
 
-    def __post_init__(self) -> None:
-        if self.yarn is not None and not self.yarn > 1:
-            raise ValueError(f"--yarn is {self.yarn:g}; it must be above 1")
-
 
 @dataclass(frozen=True)
 class DemoOptions(OutputOptions):

@@ -59,7 +59,10 @@ def load_target(options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
 def load_stretched(options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the target of ``ModelOptions``, and stretch its positions by ``options.yarn`` if given."""
+    """Load the target of ``ModelOptions``, and stretch its positions by ``options.yarn`` if given; raise ValueError if
+    that is not above 1."""
+    if options.yarn is not None and not options.yarn > 1:
+        raise ValueError(f"--yarn is {options.yarn:g}; it must be above 1")
     model, tokenizer = load_target(options)
     if options.yarn is not None:
         stretch_model(model, options.yarn)

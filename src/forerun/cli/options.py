@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from forerun.bench.machine import plain_values
 from forerun.core.long_context import LongContextConfig, Policy, Sparse
+
+if TYPE_CHECKING:
+    from forerun.kv.kv_tiers import KVMemory
 
 LONG_PANEL, LONG = "Long contexts", LongContextConfig()
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64", "stored"]
@@ -172,6 +175,15 @@ class MemoryOptions:
     simulate_bandwidth: Annotated[
         int | None, size_option(panel="Memory", help="Bring in no more bytes a second than this; on a CPU.")
     ] = None
+
+    @property
+    def memory(self) -> KVMemory | None:
+        """The engine's argument ``kv_memory``."""
+        if self.kv_memory is None:
+            return None
+        from forerun.kv.kv_tiers import KVMemory  # loads torch, which help must not
+
+        return KVMemory(self.kv_memory, self.kv_host_memory, self.kv_folder, self.simulate_bandwidth)
 
     def check_memory(self) -> None:
         """Raise ValueError for other limits without ``--kv-memory``, or a missing folder."""
