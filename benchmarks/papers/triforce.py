@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +21,7 @@ from benchmarks.reporting.plots import Frame
 from benchmarks.reporting.study_report import Report, listing, speed_cell
 from forerun.bench.machine import Row
 from forerun.bench.report import pivot
-from forerun.cli.models import check_drafters, encoder, load_stretched, settings
+from forerun.cli.models import check_drafters, load_stretched, settings
 from forerun.cli.options import LONG_PANEL, LongOptions, MemoryOptions, ModelOptions, Out, OutputOptions, Rounds, option
 from forerun.cli.terminal import say
 from forerun.core.long_context import LongContextConfig
@@ -30,6 +31,7 @@ from forerun.kv.cache import KVShape
 from forerun.kv.kv_tiers import min_device_bytes
 from forerun.models.forward.architecture import dtype_name
 from forerun.models.forward.inputs import position_limit
+from forerun.models.text.prompts import text_ids
 
 PARTS = ("temperatures", "contexts", "batches", "needles")
 DRAFTERS = ("triforce", "triforce-trie", "triforce-auto", "low-rank", "streaming", "retrieval")
@@ -192,7 +194,7 @@ def run(options: TriforceOptions) -> None:
         raise ValueError("--drafters is 'none', which is measured in any case; name others to compare with it")
     model, tokenizer = load_stretched(options)
     _check_positions(options, position_limit(model))
-    texts = Texts.read(options.text or (), encoder(tokenizer))
+    texts = Texts.read(options.text or (), partial(text_ids, tokenizer))
     _check_texts(options, texts, parts)
     haystack = needles.build(texts, 0, options.longest, options.needles) if "needles" in parts else None
     config = settings(options, named or DRAFTERS, model, tokenizer)

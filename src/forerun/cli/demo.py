@@ -28,6 +28,7 @@ from forerun.reference import DemoPrompt, demo_prompts
 
 AUTO = "auto"
 WARM_UP_TOKENS = 8
+SHOWN_LINES = 3  # of the end of a prompt
 WIDE = 96
 """Columns needed to show two outputs side by side."""
 Run = tuple[Request, float]
@@ -223,9 +224,9 @@ def _panel(timed: Timed, name: str, border: str, coloured: bool) -> Panel:
     )
 
 
-def _end_of(prompt: str, lines: int = 3) -> str:
-    all_lines = prompt.rstrip("\n").split("\n")
-    return "\n".join((["…"] if len(all_lines) > lines else []) + all_lines[-lines:])
+def _end_of(prompt: str) -> str:
+    lines = prompt.rstrip("\n").split("\n")
+    return "\n".join((["…"] if len(lines) > SHOWN_LINES else []) + lines[-SHOWN_LINES:])
 
 
 def _as_json(options: DemoOptions, pairs: Sequence[Pair]) -> dict[str, Any]:

@@ -25,15 +25,6 @@ from forerun.models.loading.yarn import stretch_model
 log = logging.getLogger(__name__)
 
 
-def encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
-    """Return a function that encodes a string of any length, without special tokens."""
-
-    def encode(text: str) -> list[int]:
-        return [int(token) for token in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
-
-    return encode
-
-
 def check_drafters(names: Sequence[str], options: Any, recipes: Mapping[str, Recipe] = DRAFTERS) -> None:
     """Raise ValueError, before any work, for a drafter that is unknown or lacks its small model or head."""
     given = getattr(options, "draft_model", None)

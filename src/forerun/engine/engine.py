@@ -383,8 +383,7 @@ class Engine:
                 maximise tokens per second.
         """
         limit = self.prefill_block if limit is None else limit
-        if limit < 1:
-            raise ValueError(f"limit is {limit}; it must be at least 1")
+        check_integer("limit", limit, 1)
         step = DecodingStep(self.level, self.budget, closed, self.step_seconds)
         fixed = self.target.prompt_chunk
         chunk, limit = (min(self.prefill_block, limit), limit) if fixed is None else (fixed, max(fixed, limit))

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from forerun.core.block import Block
+from forerun.core.checks import check_integer
 from forerun.core.tree import DraftTree, IntArray
 from forerun.kernels.attention.attention import (
     BACKENDS,
@@ -74,8 +75,7 @@ class LowRankConfig:
 
     def __post_init__(self) -> None:
         for name in ("budget", "window", "rank"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+            check_integer(name, getattr(self, name), 1)
         if self.rank % QUAD_NUMBERS:
             raise ValueError(f"rank is {self.rank}; it must be a multiple of {QUAD_NUMBERS}")
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from forerun.core.block import Block
+from forerun.core.checks import check_integer
 from forerun.core.long_context import Policy
 from forerun.core.pinned import to_device
 from forerun.core.transfers import elsewhere
@@ -45,8 +46,7 @@ class RetrievalConfig:
 
     def __post_init__(self) -> None:
         for name in ("chunk", "window", "stride"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+            check_integer(name, getattr(self, name), 1)
         if self.budget < self.chunk:
             raise ValueError(f"budget is {self.budget}; it must be at least one chunk of {self.chunk} tokens")
         if self.refresh not in ("stride", "acceptance", "verify"):
