@@ -48,8 +48,7 @@ class HostTimeOptions(OutputOptions):
 
 
 def run(options: HostTimeOptions) -> None:
-    settings = {"layers": options.layers, "tokens": options.tokens}
-    report = Report("The host's part of a step on a GPU", settings, options.out, "gpu-host", options.json)
+    report = Report.of("The host's part of a step on a GPU", options, "gpu-host")
     with host_code():
         found = list(host_rows(options))
     report.add("host", "Steps", found, listing(found, COLUMNS))

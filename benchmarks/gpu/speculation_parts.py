@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from statistics import median
 
@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks.gpu.gpu_bench import GpuBench, block_of
-from benchmarks.long_context.long_bench import LongBench, LongSeries, Prefilled, RequestMaker, Traffic, summarise
+from benchmarks.long_context.long_bench import LongBench, LongSeries, Prefilled, Traffic, summarise
 from benchmarks.papers.simulated_acceptance import random_prompt, simulated
 from forerun.bench.machine import Row
 from forerun.core.long_context import LongContextConfig
@@ -82,7 +82,9 @@ def triforce(bench: GpuBench) -> Iterator[Row]:
         settings = _settings(bench, small, gamma)
         for acceptance in bench.rates:
             make = simulated(acceptance, SMALL_ACCEPTANCE, bench.new_tokens, vocabulary)
-            yield from _drafted(long, prompt, settings, make, {"gamma": gamma, "rate": acceptance})
+            series = long.run([[prompt]], DRAFTERS, settings, make)
+            for row, each in zip(summarise(series), series, strict=True):
+                yield {"gamma": gamma, "rate": acceptance} | _short(row) | _step_milliseconds(each)
 
 
 def _settings(bench: GpuBench, small: PreTrainedModel, gamma: int) -> LongContextConfig:
@@ -109,15 +111,6 @@ def _step_parts(bench: GpuBench, engine: Engine, prompt: Prefilled) -> Row:
     times |= {"draft": bench.seconds(draft), "sync": bench.seconds(view.sync), "choice": bench.seconds(view.refresh)}
     scorer.queries_from = kept
     return {"contestant": "parts of a step"} | {f"{name}_ms": 1000 * seconds for name, seconds in times.items()}
-
-
-def _drafted(
-    long: LongBench, prompt: Prefilled, settings: LongContextConfig, make: RequestMaker, labels: Row
-) -> Iterator[Row]:
-    """Measure each drafter beside plain decoding, and the parts of its steps."""
-    series = long.run([[prompt]], DRAFTERS, settings, make)
-    for row, each in zip(summarise(series), series, strict=True):
-        yield labels | _short(row) | _step_milliseconds(each)
 
 
 def _short(row: Row) -> Row:
@@ -154,7 +147,8 @@ def offload(bench: GpuBench) -> Iterator[Row]:
     settings = _settings(bench, small, gamma)
     make = simulated(OFFLOADED_RATE, SMALL_ACCEPTANCE, bench.new_tokens, vocabulary)
     traffic = Traffic(engine.tiers.copy_engine, make)
-    series = LongBench(engine, 1).run([[prompt]], _offloaded(bench), settings, traffic)
+    drafters = DRAFTERS[:2] if bench.on_gpu else DRAFTERS[:1]  # in the interpreter the chain alone
+    series = LongBench(engine, 1).run([[prompt]], drafters, settings, traffic)
     for row, each in zip(summarise(series), series, strict=True):
         tokens = len(each.runs[0][0].texts[0])
         fetched = traffic.fetched(each.contestant)
@@ -163,8 +157,3 @@ def offload(bench: GpuBench) -> Iterator[Row]:
             "gigabytes_per_second": fetched / tokens * row["tokens_per_second"] / 1e9,
         }  # fmt: skip
     engine.close()
-
-
-def _offloaded(bench: GpuBench) -> Sequence[str]:
-    """Return the drafters; in the interpreter the chain alone."""
-    return DRAFTERS[:2] if bench.on_gpu else DRAFTERS[:1]

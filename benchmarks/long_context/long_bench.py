@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -19,7 +20,7 @@ import torch
 from benchmarks.reporting.turns import in_turns
 from forerun.bench.machine import Row
 from forerun.bench.rounds import sampling
-from forerun.cli.terminal import say
+from forerun.cli.terminal import PrefillBar, say, stderr
 from forerun.core.long_context import LongContextConfig
 from forerun.core.request import Request
 from forerun.core.stats import Stats
@@ -29,7 +30,6 @@ from forerun.kv.offloaded import CopyEngine
 from forerun.models.forward.prefill import read_prompt
 
 PLAIN = "none"  # the baseline: plain decoding
-SILENCE = 10.0  # seconds between progress lines of a prefill
 
 Tokens = list[int]
 RequestMaker = Callable[[Engine, Tokens, str], Request]
@@ -69,31 +69,19 @@ class Prefilled:
         return float(np.interp(self.held, done, seconds))
 
 
-def progress_lines(what: str, clock: Callable[[], float] = time.monotonic) -> Callable[[int, int], None]:
-    """Return a function of tokens done and to do that prints a line at most every ``SILENCE`` seconds."""
-    last = clock()
-
-    def show(done: int, total: int) -> None:
-        nonlocal last
-        if clock() - last > SILENCE:
-            last = clock()
-            say(f"  {what}: {done:,} of {total:,} tokens")
-
-    return show
-
-
 def prefill(engine: Engine, tokens: Tokens, room: int) -> Prefilled:
     """Prefill a prompt, with room for ``room`` tokens after it; keep its last queries."""
     engine.target.keep_queries(0)
     read: list[tuple[int, float]] = []
     begin = time.perf_counter()
-    show = progress_lines("prefill")
+    bar = PrefillBar(stderr())
 
     def on_read(done: int, total: int) -> None:
         read.append((done, time.perf_counter() - begin))
-        show(done, total)
+        bar(done, total)
 
-    cache = engine.prefill(tokens, room, on_read)
+    with closing(bar):
+        cache = engine.prefill(tokens, room, on_read)
     return Prefilled(tokens, cache, read, queries=cache.queries)
 
 

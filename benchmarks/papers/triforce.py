@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -20,16 +21,17 @@ from benchmarks.reporting.plots import Frame
 from benchmarks.reporting.study_report import Report, listing, speed_cell
 from forerun.bench.machine import Row
 from forerun.bench.report import pivot
-from forerun.cli.models import check_drafters, encoder, load_stretched, settings
+from forerun.cli.models import check_drafters, load_stretched, settings
 from forerun.cli.options import LONG_PANEL, LongOptions, MemoryOptions, ModelOptions, Out, OutputOptions, Rounds, option
 from forerun.cli.terminal import say
 from forerun.core.long_context import LongContextConfig
 from forerun.decoding.recipes import buildable
 from forerun.engine.engine import Engine
 from forerun.kv.cache import KVShape
-from forerun.kv.kv_tiers import KVMemory, min_device_bytes
+from forerun.kv.kv_tiers import min_device_bytes
 from forerun.models.forward.architecture import dtype_name
 from forerun.models.forward.inputs import position_limit
+from forerun.models.text.prompts import text_ids
 
 PARTS = ("temperatures", "contexts", "batches", "needles")
 DRAFTERS = ("triforce", "triforce-trie", "triforce-auto", "low-rank", "streaming", "retrieval")
@@ -76,8 +78,6 @@ class TriforceOptions(ListOptions, OutputOptions, LongOptions, MemoryOptions, Mo
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_memory()
-        if self.yarn is not None and not self.yarn > 1:
-            raise ValueError(f"--yarn is {self.yarn:g}; it must be above 1")
         numbers("--batch-budgets", self.batch_budgets, int, self.chunk)
 
     @property
@@ -194,15 +194,12 @@ def run(options: TriforceOptions) -> None:
         raise ValueError("--drafters is 'none', which is measured in any case; name others to compare with it")
     model, tokenizer = load_stretched(options)
     _check_positions(options, position_limit(model))
-    texts = Texts.read(options.text or (), encoder(tokenizer))
+    texts = Texts.read(options.text or (), partial(text_ids, tokenizer))
     _check_texts(options, texts, parts)
     haystack = needles.build(texts, 0, options.longest, options.needles) if "needles" in parts else None
     config = settings(options, named or DRAFTERS, model, tokenizer)
     drafters = named or [name for name in DRAFTERS if name in buildable(config)]
-    memory = None
-    if options.kv_memory is not None:
-        memory = KVMemory(options.kv_memory, options.kv_host_memory, options.kv_folder, options.simulate_bandwidth)
-    engine = Engine(model, "none", tokenizer=tokenizer, kv_memory=memory)
+    engine = Engine(model, "none", tokenizer=tokenizer, kv_memory=options.memory)
     _check_memory(options, engine.target.kv, parts)
     report = Report.of("TriForce on long contexts", options, "triforce", dtype=dtype_name(model))
     bench = TriforceBench(LongBench(engine, options.rounds), texts, config, options, drafters, report)

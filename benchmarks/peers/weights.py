@@ -151,5 +151,4 @@ def _words(vocabulary: Mapping[str, Any], size: int) -> tuple[list[str], list[in
 
 def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    found: dict[str, Any] = {"model": {}} if backend is None else json.loads(backend.to_str())
-    return found
+    return {"model": {}} if backend is None else json.loads(backend.to_str())

@@ -39,7 +39,14 @@ def numbers_of(name: str, kind: Callable[[str], T], least: float) -> Listed[T]:
 
 def names_of(name: str, known: Collection[str] = ()) -> Listed[str]:
     """Return the names of the option ``name``; any names, if none are ``known``."""
-    return Listed(name, lambda flag, text: names(flag, text, known))
+
+    def names(flag: str, text: str) -> list[str]:
+        found = [part.strip() for part in text.split(",")]
+        if unknown := [part for part in found if known and part not in known]:
+            raise ValueError(f"{flag} has {', '.join(map(repr, unknown))}; known are {', '.join(known)}")
+        return found
+
+    return Listed(name, names)
 
 
 @dataclass(frozen=True)
@@ -71,14 +78,6 @@ def numbers(flag: str, text: str, kind: Callable[[str], T], least: float) -> lis
         raise ValueError(f"{flag} is {text!r}; it must be numbers with commas between them") from None
     if min(found) < least:
         raise ValueError(f"{flag} is {text!r}; no number may be below {least}")
-    return found
-
-
-def names(flag: str, text: str, known: Collection[str] = ()) -> list[str]:
-    """Return the names of a comma-separated list; raise ValueError for one that is not ``known``, if any are."""
-    found = [part.strip() for part in text.split(",")]
-    if unknown := [part for part in found if known and part not in known]:
-        raise ValueError(f"{flag} has {', '.join(map(repr, unknown))}; known are {', '.join(known)}")
     return found
 
 

@@ -77,15 +77,20 @@ def lines(path: Path, frame: Frame, found: Sequence[Line]) -> None:
 
 def bars(path: Path, frame: Frame, groups: Sequence[str], found: Sequence[Line]) -> None:
     """Draw bars in groups; a line's points are its bars in each group, in order."""
-    width, styles = 0.8 / len(found), bar_styles([line.name for line in found])
     with _figure(path, frame, 4 + 0.14 * len(groups) * (len(found) + 1)) as axis:
-        for i, line in enumerate(found):
-            at = [x + (i - (len(found) - 1) / 2) * width for x in range(len(groups))]
-            spread = _spread(line) if line.low else None
-            axis.bar(at, line.ys, width * 0.92, yerr=spread, label=line.name, error_kw={"lw": 0.8, "capsize": 2},
-                     **styles[line.name])  # fmt: skip
-        axis.set_xticks(range(len(groups)), groups)
+        bars_on(axis, groups, found)
         legend(axis)
+
+
+def bars_on(axis: Any, groups: Sequence[str], found: Sequence[Line]) -> None:
+    """Draw ``bars`` on an axis."""
+    width, styles = 0.8 / len(found), bar_styles([line.name for line in found])
+    for i, line in enumerate(found):
+        at = [x + (i - (len(found) - 1) / 2) * width for x in range(len(groups))]
+        spread = _spread(line) if line.low else None
+        axis.bar(at, line.ys, width * 0.92, yerr=spread, label=line.name, error_kw={"lw": 0.8, "capsize": 2},
+                 **styles[line.name])  # fmt: skip
+    axis.set_xticks(range(len(groups)), groups)
 
 
 def points(path: Path, frame: Frame, found: Mapping[str, tuple[float, float]], filled: Sequence[str]) -> None:

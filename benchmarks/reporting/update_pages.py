@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated
 
 from benchmarks.capacity.capacity import COLUMNS
 from benchmarks.capacity.gpu_cost import predicted_table, share_plot
@@ -27,7 +27,7 @@ from benchmarks.reporting.common_options import ListOptions, list_option, names_
 from benchmarks.reporting.study_report import listing, speed_cell
 from forerun.bench.machine import Row
 from forerun.bench.never_slower import LEAST_MEDIAN, LEAST_OF_BEST, LEAST_SINGLE
-from forerun.bench.report import COLOURS, bar_styles, bars_with_spread, figure, means, pivot
+from forerun.bench.report import COLOURS, figure, means, pivot
 from forerun.bench.rounds import BASELINE
 from forerun.cli.options import DebugOptions
 
@@ -182,20 +182,10 @@ def draw_tasks(reports: Mapping[str, Path], path: Path) -> None:
     title = f"{model}, greedy, one request at a time: median, slowest and fastest round"
     with figure(path, len(found), title=title, note=note, figsize=(8, 2.6 * len(found)), squeeze=False) as (_, axes):
         for axis, (dtype, report) in zip(axes[:, 0], found.items(), strict=True):
-            _panel(axis, report["rows"])
+            plots.bars_on(axis, *plots.grouped(report["rows"], lambda row: str(row["task"]), "tokens_per_second"))
+            axis.grid(axis="y", alpha=0.3)
             axis.set_ylabel(f"tokens/s, {dtype}")
         plots.legend(axes[0, 0])
-
-
-def _panel(axis: Any, rows: list[Row]) -> None:
-    tasks, names = (list(dict.fromkeys(row[key] for row in rows)) for key in ("task", "contestant"))
-    width = 0.8 / len(names)
-    for i, (name, style) in enumerate(bar_styles(names).items()):
-        shift = (i - (len(names) - 1) / 2) * width
-        places = {tasks.index(row["task"]) + shift: row for row in rows if row["contestant"] == name}
-        bars_with_spread(axis, places, width * 0.92, name, style)
-    axis.set_xticks(range(len(tasks)), tasks)
-    axis.grid(axis="y", alpha=0.3)
 
 
 def into_page(page: Path, table: str, marker: str) -> None:

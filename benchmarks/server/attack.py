@@ -85,10 +85,6 @@ def _unknown_fields() -> bytes:
     return ('{"model":"bundled","prompt":"x"' + "".join(f',"x{i}":1' for i in range(700_000)) + "}").encode()
 
 
-def _turn(content: str) -> str:
-    return json.dumps({"role": "user", "content": content})
-
-
 def _picture(size: int) -> str:
     source = {"type": "base64", "media_type": "image/png", "data": "iVBORw0K" * (size // 8)}
     return json.dumps({"role": "user", "content": [{"type": "image", "source": source}]})
@@ -112,7 +108,7 @@ LARGE: dict[str, tuple[str, Callable[[], bytes]]] = {
     "escapes": ("/v1/completions", lambda: b'{"model":"bundled","prompt":"' + b"\\u00e9" * 1_380_000 + b'"}'),
     "texts": ("/v1/completions", lambda: _repeated("prompt", '"' + "x" * 90 + '"')),
     "picture": ("/v1/messages", lambda: _repeated("messages", _picture(8_000_000))),
-    "turns": ("/v1/chat/completions", lambda: _repeated("messages", _turn("a" * 2000))),
+    "turns": ("/v1/chat/completions", lambda: _repeated("messages", f'{{"role":"user","content":"{"a" * 2000}"}}')),
 }  # fmt: skip
 """Addresses, and bodies that are costly to parse, by the kind of attack."""
 ATTACKS: dict[str, Callable[[random.Random], Json]] = {

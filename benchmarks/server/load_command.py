@@ -29,7 +29,6 @@ from benchmarks.tasks.task_sets import tasks_for
 from forerun.bench.journal import Turn
 from forerun.bench.prompts_file import TemplateEncoder, check_length
 from forerun.cli.commands import FAILED
-from forerun.cli.models import encoder as plain_encoder
 from forerun.cli.models import load_target
 from forerun.cli.options import ModelOptions, Out, OutputOptions, option
 from forerun.cli.terminal import say
@@ -38,6 +37,7 @@ from forerun.decoding.recipes import check_drafter
 from forerun.models.forward.architecture import dtype_name
 from forerun.models.forward.inputs import position_limit
 from forerun.models.loading.load import find
+from forerun.models.text.prompts import text_ids
 
 TRANSFORMERS, LLAMA, DEFAULT, RAY = "transformers", "llama.cpp", "default", "ray"
 REPLICAS = 2  # of the default on Ray
@@ -216,7 +216,7 @@ def _longs(options: ServingOptions, tokenizer: PreTrainedTokenizerBase, limit: i
     if not options.long:
         return []
     _check("--long", options.long, limit, 2)
-    texts = Texts.read([options.books] if options.books else (), plain_encoder(tokenizer))
+    texts = Texts.read([options.books] if options.books else (), partial(text_ids, tokenizer))
     texts.check(options.rounds, options.long)
     decode = partial(tokenizer.decode, skip_special_tokens=True)
     return [

@@ -74,14 +74,12 @@ class Evaluator:
 
     def _logits(self, tokens: list[int], cache: DynamicCache) -> torch.Tensor:
         """Return the logits after each of the tokens, and add these to the cache."""
-        logits: torch.Tensor = self.model(torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits
-        return logits[0]
+        return self.model(torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits[0]
 
     @torch.inference_mode()
     def predictions(self, tokens: list[int]) -> torch.Tensor:
         """Return the logits for every token but the first, ``[n - 1, V]``."""
-        logits: torch.Tensor = self.model(torch.tensor([tokens]), use_cache=False).logits
-        return logits[0, :-1].float()
+        return self.model(torch.tensor([tokens]), use_cache=False).logits[0, :-1].float()
 
     def loss(self, kind: str) -> float:
         """Return the mean loss in nats per token on rows of a kind."""

@@ -7,7 +7,6 @@ an empty index; what evidence was worth is kept, as a few thousand rates and wei
 
 from __future__ import annotations
 
-import json
 import string
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import numpy as np
 import typer
 from tokenizers import Tokenizer
 
+from benchmarks.reporting.common_options import json_lines
 from benchmarks.training import material, tasks
 from benchmarks.training.untrained_mixer import untrained
 from forerun.cli.options import DebugOptions
@@ -99,7 +99,7 @@ def tasked(kind: str, texts: tasks.Material, rng: Random) -> Iterator[Request]:
 def kinds(books: Path, maths: Path, answers: Path, without: str) -> list[Kind]:
     texts = material.read(books, maths)
     authors: dict[str, list[Request]] = {}
-    for row in map(json.loads, answers.read_text(encoding="utf-8").splitlines()):
+    for _, row in json_lines(answers, "--answers"):
         if row["author"] != without:
             authors.setdefault(row["author"], []).append((row["prompt"], row["answer"]))
     whole = ("\n\n".join(texts.prose),)

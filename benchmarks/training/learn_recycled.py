@@ -7,7 +7,6 @@ the model's static lists. Every node of its drafts is scored, and every second s
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
+from benchmarks.reporting.common_options import json_lines
 from benchmarks.training.untrained_mixer import untrained
 from forerun.cli.options import DebugOptions
 from forerun.decoding.sources.trie_source import TrieSource
@@ -49,8 +49,7 @@ class RecycledOptions(DebugOptions):
 
 
 def run(options: RecycledOptions) -> None:
-    rows = options.prompts.read_text(encoding="utf-8").splitlines()
-    prompts = [json.loads(row)["prompt"] for row in rows]
+    prompts = [row["prompt"] for _, row in json_lines(options.prompts, "--prompts")]
     texts = logistic_mixer.prior()
     mixer = started(texts)
     model, tokenizer = load(options.model, options.dtype)

@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from benchmarks.reporting.common_options import json_lines
 from forerun.bench.prompts_file import TemplateEncoder
 from forerun.bench.rounds import sampling
 from forerun.cli.terminal import progress_bar, stderr
@@ -26,9 +27,7 @@ MARK = "\ue000"  # stands for the user's message in the template; a character th
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    if not file.exists():
-        return []
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [row for _, row in json_lines(file)] if file.exists() else []
 
 
 def write_prompts(engine: Engine, tokenizer: PreTrainedTokenizerBase, count: int, file: Path) -> list[str]:

@@ -52,10 +52,7 @@ def token_losses(model: PreTrainedModel, batch: Batch, teacher: PreTrainedModel 
 def _logits(model: PreTrainedModel, batch: Batch) -> torch.Tensor:
     dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else torch.float32
     mask = batch.mask.to(dtype) if batch.mask.is_floating_point() else batch.mask
-    logits: torch.Tensor = model(
-        batch.tokens, attention_mask=mask, position_ids=batch.positions, use_cache=False
-    ).logits
-    return logits
+    return model(batch.tokens, attention_mask=mask, position_ids=batch.positions, use_cache=False).logits
 
 
 class ModelTraining(Training):

@@ -67,8 +67,7 @@ class TrainableLayer(nn.Module):
         for number, (_, own) in enumerate(earlier[1:]):
             out = out + weights[..., n + number, None] * own
         hidden = residual + self.self_attn["o_proj"](out.transpose(1, 2).flatten(2))
-        left: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
-        return left
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
     def _projected(self, part: str, x: torch.Tensor) -> torch.Tensor:
         own: torch.Tensor = self.self_attn[f"{part}_proj"](x).unflatten(-1, (-1, self.dim))
@@ -189,14 +188,12 @@ class TrainableEagle3(TrainableHead):
         if self.feeds_normed:
             parts = states.chunk(len(self.layers), -1)
             states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
-        features: torch.Tensor = self.fc(states)
-        return features
+        return self.fc(states)
 
     def run(self, embeddings: torch.Tensor, hidden: torch.Tensor, angles: Any, earlier: Earlier) -> torch.Tensor:
         layer: Any = self.midlayer
         x = torch.cat([layer.input_layernorm(embeddings), layer.hidden_norm(hidden)], -1)
-        out: torch.Tensor = layer(x, hidden, angles, earlier)
-        return out
+        return layer(x, hidden, angles, earlier)
 
     def export(self, target: PreTrainedModel, out: Path) -> None:
         tensors, vocabulary, known = self.learned(), self.settings["vocab_size"], self.known.cpu()
@@ -244,8 +241,7 @@ class TrainableMtp(TrainableHead):
     def run(self, embeddings: torch.Tensor, hidden: torch.Tensor, angles: Any, earlier: Earlier) -> torch.Tensor:
         parts = self.pre_fc_norm_embedding(embeddings), self.pre_fc_norm_hidden(hidden)
         joined = self.fc(torch.cat(parts, -1))
-        out: torch.Tensor = self.layer(self.layer.input_layernorm(joined), joined, angles, earlier)
-        return out
+        return self.layer(self.layer.input_layernorm(joined), joined, angles, earlier)
 
     def export(self, target: PreTrainedModel, out: Path) -> None:
         for file in Path(target.name_or_path).iterdir():

@@ -1,7 +1,7 @@
 """Training step by step, with checkpoints and a log; the same call resumes an interrupted run.
 
 A checkpoint's folder is complete or absent: it is written under another name, the old folder is renamed to '.old', and
-the new one to its final name. Between the two renames ``locate`` finds the '.old' one.
+the new one to its final name. Between the two renames ``load`` finds the '.old' one.
 """
 
 from __future__ import annotations
@@ -114,11 +114,6 @@ def replace(folder: Path, write: Callable[[Path], None]) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def locate(folder: Path) -> Path | None:
-    candidates = (folder, folder.with_name(folder.name + ".old"))
-    return next((path for path in candidates if (path / "state.json").exists()), None)
-
-
 def save(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], progress: Progress) -> None:
 
     def write(new: Path) -> None:
@@ -131,7 +126,8 @@ def save(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]
 
 def load(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Progress:
     """Restore ``model`` and ``optimizers``; return the progress, 0 without a checkpoint."""
-    found = locate(folder)
+    candidates = (folder, folder.with_name(folder.name + ".old"))
+    found = next((path for path in candidates if (path / "state.json").exists()), None)
     if found is None:
         return Progress()
     model.load_state_dict(load_file(found / "model.safetensors"), strict=False)

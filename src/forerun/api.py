@@ -27,7 +27,8 @@ from forerun.core.long_context import LongContextConfig, check_settings
 from forerun.core.request import Request
 from forerun.core.sampling import Method
 from forerun.core.stats import Stats
-from forerun.engine.engine import BUDGET, Drafts, Engine
+from forerun.engine.arguments import Drafts
+from forerun.engine.engine import BUDGET, Engine
 from forerun.engine.result import GenerationResult, feed
 from forerun.kv.cache import READ_BLOCK
 from forerun.kv.kv_tiers import KVMemory

@@ -11,10 +11,12 @@ from support.linear_ops import fma32, layer, numbers
 from torch.nn.functional import gelu, silu
 
 from forerun.core.compiling import compiled
-from forerun.kernels.linear.linear import ADD, CHUNK_COLUMNS, GATE, NUMBER_KINDS, PAIRS_AT_ONCE, PUT
+from forerun.kernels.linear.linear import CHUNK_COLUMNS, PAIRS_AT_ONCE
+from forerun.kernels.linear.linear_op import ADD, GATE, PUT
 from forerun.kernels.linear.panels import transpose
 from forerun.kernels.linear.rowwise import GELU, SILU
 from forerun.kernels.linear.weight_format import multiplies_pairs
+from forerun.kernels.linear.weight_matrix import NUMBER_KINDS
 from forerun.kernels.runtime import executor, vector_ir
 
 pytestmark = pytest.mark.skipif(not vector_ir.fused(), reason="the processor has no fused multiply-add")

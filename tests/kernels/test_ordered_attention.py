@@ -18,7 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from forerun.core.block import Block
 from forerun.core.tree import ROOT, DraftTree
 from forerun.kernels.attention.attention import AttentionSpec, attend_in_order
-from forerun.kernels.attention.ordered_attention import COMBINE, SCAN, AttendOp
+from forerun.kernels.attention.attention_fields import AttendOp
+from forerun.kernels.attention.ordered_attention import COMBINE, SCAN
 from forerun.kernels.attention.packed_pass import HeadShape, PackedPass
 from forerun.kernels.linear.weight_format import multiplies_pairs
 from forerun.kernels.runtime import executor, vector_ir

@@ -8,8 +8,9 @@ import pytest
 
 from forerun.core.block import Block
 from forerun.core.tree import ROOT, DraftTree
+from forerun.kernels.attention.attention_fields import ROW_BYTES, UNIT_BYTES
 from forerun.kernels.attention.attention_tile import TILE_QUERIES
-from forerun.kernels.attention.ordered_attention import ALL_SPLITS, ROW_BYTES, SPLIT_TOKENS, UNIT_BYTES, tile_bytes
+from forerun.kernels.attention.ordered_attention import ALL_SPLITS, SPLIT_TOKENS
 from forerun.kernels.attention.packed_pass import (
     MANY_TILES,
     UNIT_TILES,
@@ -18,6 +19,7 @@ from forerun.kernels.attention.packed_pass import (
     PackedPass,
     wanted_tokens,
 )
+from forerun.kernels.attention.tile_states import tile_bytes
 
 TREE = DraftTree(np.arange(7), np.array([ROOT, 0, ROOT, 2, 2, 4, 0]))
 EMPTY = DraftTree.empty()

@@ -16,8 +16,10 @@ from forerun.kernels.linear import linear
 from forerun.kernels.linear.decoder_ops import LOOKUP, LookupOp
 from forerun.kernels.linear.gguf_formats import GGUF_FORMATS
 from forerun.kernels.linear.gguf_integers import INTEGER_FORMATS
-from forerun.kernels.linear.linear import ADD, GATE, Weights, by_integers, matrix_of, product
+from forerun.kernels.linear.linear import product
+from forerun.kernels.linear.linear_op import ADD, GATE
 from forerun.kernels.linear.rowwise import GELU, SILU
+from forerun.kernels.linear.weight_matrix import Weights, by_integers, matrix_of
 from forerun.kernels.runtime import executor, vector_ir
 
 gguf = pytest.importorskip("gguf", reason="the gguf package is not installed: pip install -e '.[real]'")

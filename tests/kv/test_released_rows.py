@@ -16,7 +16,8 @@ from forerun.core.tree import DraftTree
 from forerun.engine.batch import Batch
 from forerun.engine.engine import Engine
 from forerun.kernels.attention.attention import AttentionSpec, Rows
-from forerun.kernels.attention.ordered_attention import BLOCK_TOKENS, SPLIT_TOKENS
+from forerun.kernels.attention.attention_tile import BLOCK_TOKENS
+from forerun.kernels.attention.ordered_attention import SPLIT_TOKENS
 from forerun.kv import full_cache
 from forerun.kv.cache import MIN_SLACK_TOKENS, most_rows, release, slack
 from forerun.kv.full_cache import FullCache

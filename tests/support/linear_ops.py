@@ -9,18 +9,10 @@ import torch
 from torch.nn.functional import pad
 
 from forerun.kernels.linear import linear
-from forerun.kernels.linear.linear import (
-    GATE,
-    LINEAR,
-    NUMBER_KINDS,
-    PUT,
-    MatrixTable,
-    Weights,
-    operation,
-    plain,
-    table_of,
-)
+from forerun.kernels.linear.linear import LINEAR, operation
+from forerun.kernels.linear.linear_op import GATE, PUT
 from forerun.kernels.linear.rowwise import SILU
+from forerun.kernels.linear.weight_matrix import NUMBER_KINDS, MatrixTable, Weights, plain, table_of
 from forerun.kernels.runtime import executor
 
 

@@ -10,16 +10,11 @@ from typing import Annotated
 import typer
 
 from forerun import __version__
+from forerun.cli.audit_options import AuditOptions
+from forerun.cli.bench_options import BenchOptions, DemoOptions, NeverSlowerOptions
 from forerun.cli.commands import command, group, user_errors
-from forerun.cli.options import (
-    AuditOptions,
-    BenchOptions,
-    ChatOptions,
-    CompileOptions,
-    DemoOptions,
-    GenerateOptions,
-    NeverSlowerOptions,
-)
+from forerun.cli.compile_options import CompileOptions
+from forerun.cli.generate_options import ChatOptions, GenerateOptions
 from forerun.cli.rank_check import check_shared
 from forerun.cli.serve_options import ServeOptions
 

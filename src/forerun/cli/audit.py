@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forerun.cli.options import AuditOptions
+from forerun.cli.audit_options import AuditOptions
 
 
 def run(options: AuditOptions) -> None:

@@ -14,9 +14,9 @@ from forerun.bench.machine import Row, plain_values
 from forerun.bench.prompts_file import PromptLine, TemplateEncoder, encode_lines, prompt_sets, read_prompts_file
 from forerun.bench.report import BenchResult, changed, summarise, write
 from forerun.bench.rounds import PromptSet
+from forerun.cli.bench_options import BENCH_DRAFTERS, BenchOptions
 from forerun.cli.commands import FAILED
 from forerun.cli.models import check_drafters, load_target, settings
-from forerun.cli.options import BENCH_DRAFTERS, BenchOptions
 from forerun.cli.terminal import progress_bar, say, show_report, stderr
 from forerun.models.forward.architecture import dtype_name
 from forerun.models.forward.exactness import Exactness

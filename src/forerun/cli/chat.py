@@ -15,8 +15,8 @@ import typer
 from forerun import __version__
 from forerun.cli.commands import one_line
 from forerun.cli.generate import following, sampling, show_text
+from forerun.cli.generate_options import ChatOptions
 from forerun.cli.models import check_drafters, make_engine
-from forerun.cli.options import ChatOptions
 from forerun.cli.prompt_input import check_text
 from forerun.cli.rank_check import followed, leading
 from forerun.cli.stats_tables import stats_table

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from forerun.cli.compile_options import CompileOptions
 from forerun.cli.models import load_target
-from forerun.cli.options import CompileOptions
 from forerun.cli.terminal import progress_bar, say, stderr, working
 from forerun.engine.engine import Engine
 from forerun.models.loading.load import BUNDLED, quiet

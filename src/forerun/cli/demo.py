@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from forerun import __version__
+from forerun.cli.bench_options import DemoOptions
 from forerun.cli.commands import FAILED
-from forerun.cli.options import DemoOptions
 from forerun.cli.terminal import DRAFTED, preparing, printable, progress_bar, say, stderr, stdout
 from forerun.core.request import Request
 from forerun.engine.engine import Engine
@@ -28,6 +28,7 @@ from forerun.reference import DemoPrompt, demo_prompts
 
 AUTO = "auto"
 WARM_UP_TOKENS = 8
+SHOWN_LINES = 3  # of the end of a prompt
 WIDE = 96
 """Columns needed to show two outputs side by side."""
 Run = tuple[Request, float]
@@ -223,9 +224,9 @@ def _panel(timed: Timed, name: str, border: str, coloured: bool) -> Panel:
     )
 
 
-def _end_of(prompt: str, lines: int = 3) -> str:
-    all_lines = prompt.rstrip("\n").split("\n")
-    return "\n".join((["…"] if len(all_lines) > lines else []) + all_lines[-lines:])
+def _end_of(prompt: str) -> str:
+    lines = prompt.rstrip("\n").split("\n")
+    return "\n".join((["…"] if len(lines) > SHOWN_LINES else []) + lines[-SHOWN_LINES:])
 
 
 def _as_json(options: DemoOptions, pairs: Sequence[Pair]) -> dict[str, Any]:

@@ -13,8 +13,8 @@ import typer
 
 from forerun import __version__
 from forerun.cli.commands import INTERRUPTED
+from forerun.cli.generate_options import ChatOptions, GenerateOptions, WriterOptions
 from forerun.cli.models import check_drafters, make_engine
-from forerun.cli.options import ChatOptions, GenerateOptions, WriterOptions
 from forerun.cli.prompt_input import check_text, read_prompt
 from forerun.cli.rank_check import followed, leading
 from forerun.cli.stats_tables import levels, stats_table
@@ -23,7 +23,6 @@ from forerun.core.request import Request
 from forerun.engine.conversation import ConversationTurn
 from forerun.engine.engine import Engine
 from forerun.engine.result import Commit
-from forerun.kv.kv_tiers import KVMemory
 from forerun.models.loading.load import quiet
 from forerun.models.text.detokenize import Detokenizer
 from forerun.models.text.prompts import Prompts, encode, has_template
@@ -164,10 +163,7 @@ def sampling(options: WriterOptions) -> dict[str, Any]:
 
 def kept_texts(options: GenerateOptions) -> dict[str, Any]:
     """Return the engine's settings for keys and values."""
-    memory = None
-    if options.kv_memory is not None:
-        memory = KVMemory(options.kv_memory, options.kv_host_memory, options.kv_folder, options.simulate_bandwidth)
-    return {"kv_store": options.kv_store, "kv_store_limit": options.kv_store_limit, "kv_memory": memory}
+    return {"kv_store": options.kv_store, "kv_store_limit": options.kv_store_limit, "kv_memory": options.memory}
 
 
 def following(options: OptionsT) -> OptionsT:

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun import __version__
 from forerun.audit.audit import Comparison, Plan, Report, audit
+from forerun.cli.audit_options import AuditOptions
 from forerun.cli.commands import FAILED
 from forerun.cli.models import check_drafters, load_target, settings
-from forerun.cli.options import AuditOptions
 from forerun.cli.prompt_input import read_prompts
 from forerun.cli.terminal import progress_bar, stderr, stdout
 from forerun.decoding.recipes import DRAFTERS

@@ -25,15 +25,6 @@ from forerun.models.loading.yarn import stretch_model
 log = logging.getLogger(__name__)
 
 
-def encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], list[int]]:
-    """Return a function that encodes a string of any length, without special tokens."""
-
-    def encode(text: str) -> list[int]:
-        return [int(token) for token in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
-
-    return encode
-
-
 def check_drafters(names: Sequence[str], options: Any, recipes: Mapping[str, Recipe] = DRAFTERS) -> None:
     """Raise ValueError, before any work, for a drafter that is unknown or lacks its small model or head."""
     given = getattr(options, "draft_model", None)
@@ -59,7 +50,10 @@ def load_target(options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
 def load_stretched(options: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the target of ``ModelOptions``, and stretch its positions by ``options.yarn`` if given."""
+    """Load the target of ``ModelOptions``, and stretch its positions by ``options.yarn`` if given; raise ValueError if
+    that is not above 1."""
+    if options.yarn is not None and not options.yarn > 1:
+        raise ValueError(f"--yarn is {options.yarn:g}; it must be above 1")
     model, tokenizer = load_target(options)
     if options.yarn is not None:
         stretch_model(model, options.yarn)

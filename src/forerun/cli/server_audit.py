@@ -11,8 +11,8 @@ from forerun.audit.endpoint.cases import CASE_KINDS, CasePlan, read_requests
 from forerun.audit.endpoint.client import Endpoint, Json
 from forerun.audit.endpoint.endpoint_audit import EndpointReport, Variant, audit_endpoint
 from forerun.audit.endpoint.endpoint_report import as_json, as_markdown
+from forerun.cli.audit_options import AuditOptions
 from forerun.cli.commands import FAILED
-from forerun.cli.options import AuditOptions
 from forerun.cli.prompt_input import read_prompts
 from forerun.cli.terminal import progress_bar, show_report, stderr
 

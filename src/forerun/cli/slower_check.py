@@ -14,9 +14,9 @@ from forerun.bench.machine import plain_values
 from forerun.bench.never_slower import TASKS, TEXT_KINDS, UNDRAFTED, Material, SlownessTable, TableCell
 from forerun.bench.prompts_file import TemplateEncoder, read_prompts_file
 from forerun.bench.report import write
+from forerun.cli.bench_options import NeverSlowerOptions
 from forerun.cli.commands import FAILED
-from forerun.cli.models import check_drafters, encoder, load_stretched, settings
-from forerun.cli.options import NeverSlowerOptions
+from forerun.cli.models import check_drafters, load_stretched, settings
 from forerun.cli.terminal import progress_bar, show_report, stderr
 from forerun.core.long_context import LongContextConfig
 from forerun.decoding.level import Level
@@ -25,6 +25,7 @@ from forerun.engine.engine import Engine
 from forerun.models.forward.architecture import dtype_name
 from forerun.models.forward.inputs import position_limit
 from forerun.models.loading.load import quiet
+from forerun.models.text.prompts import text_ids
 from forerun.reference import demo_prompts
 
 BATCHES, CONTEXTS, TEMPERATURES = (1, 4, 16), (100, 2_000), (0.0, 0.8, 1.0)
@@ -78,7 +79,7 @@ def _material(options: NeverSlowerOptions, tokenizer: PreTrainedTokenizerBase, v
     text = "\n\n".join(demo) if options.text is None else options.text.read_text(encoding="utf-8")
     texts = options.draws if options.texts is None else min(options.texts, options.draws)
     known = min(len(tokenizer), vocabulary)
-    return Material([encode(prompt) for prompt in tasks], encoder(tokenizer)(text), known, texts)
+    return Material([encode(prompt) for prompt in tasks], text_ids(tokenizer, text), known, texts)
 
 
 def _left_out(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 import torch
@@ -21,44 +20,41 @@ from forerun.core.fairness import FairLock
 from forerun.core.long_context import LongContextConfig, check_settings
 from forerun.core.request import Request
 from forerun.decoding.level import Level
-from forerun.decoding.planner import Planner
-from forerun.decoding.recipes import Setup, build, trie_of
-from forerun.decoding.source import Source
+from forerun.decoding.recipes import Setup, trie_of
+from forerun.engine.arguments import (
+    Drafts,
+    admitted,
+    check_drafts,
+    check_model,
+    check_tokenizer,
+    level_of,
+    open_store,
+    tiers_of,
+    warm_up_sources,
+)
 from forerun.engine.batch import Batch
 from forerun.engine.prefill_pacing import PrefillPacing
 from forerun.engine.prefix_sharing import SHARED_CHUNK_TOKENS, PrefixCache, PrefixSharing
-from forerun.engine.result import Commit, GenerationInterrupted, GenerationResult, ends, feed, with_texts
+from forerun.engine.request_builder import RequestBuilder
+from forerun.engine.result import Commit, GenerationInterrupted, GenerationResult, feed, with_texts
 from forerun.engine.step import DecodingStep, StepSeconds
 from forerun.kernels.attention.attention import warm_up
 from forerun.kernels.runtime.thread_cap import cap_threads
 from forerun.kv.cache import READ_BLOCK
 from forerun.kv.full_cache import FullCache
 from forerun.models.forward.architecture import dtype_name
-from forerun.models.forward.gate import admit, kv_type
 from forerun.models.forward.inputs import position_limit
 from forerun.models.forward.prefill import Progress, counting, read_prompt
 from forerun.models.forward.runtime import Runtime, default_runtime
-from forerun.models.forward.scorer import Scorer, is_sharded
-from forerun.models.text.prompts import Prompts, encode, encode_prediction, vocabulary_of
-from forerun.models.text.requests import (
-    GenerationOptions,
-    RowOptions,
-    build_requests,
-    check_options,
-    inferred_mask,
-    own_options,
-    padding,
-)
+from forerun.models.forward.scorer import is_sharded
+from forerun.models.text.prompts import Prompts, encode, vocabulary_of
+from forerun.models.text.requests import GenerationOptions, padding
 
 if TYPE_CHECKING:
-    from forerun.engine.kv_store import KVStore
-    from forerun.kv.kv_tiers import DeviceReserve, KVMemory, Tiers
+    from forerun.kv.kv_tiers import DeviceReserve, KVMemory
     from forerun.models.text.grammar import Grammars
 
 BUDGET = 64
-
-Drafts = str | Source | Callable[[Setup], Source]
-"""A drafter: a recipe's name, a source of trees, or a function that makes one for a model (a ``Level`` is a source)."""
 
 
 class Engine:
@@ -121,25 +117,24 @@ class Engine:
         check_integer("prefill_block", prefill_block, 1)
         check_integer("prefix_cache", prefix_cache, 0)
         check_settings(settings)
-        _check_model(model)
-        _check_drafter(drafter)
+        check_model(model)
+        check_drafts(drafter)
         cap_threads()
         self.prefixes = PrefixCache(prefix_cache)
         self._runtime = _runtime or default_runtime()
-        self.target = self._admit(model, kv_dtype, kv_store=kv_store, kv_memory=kv_memory)
+        self.target = admitted(model, self._runtime.self_test, kv_dtype, kv_store=kv_store, kv_memory=kv_memory)
         self.exactness = self._runtime.exactness(self.target, position_limit(model), kv_memory is not None)
         """``level`` is ``bitwise`` if drafts and batches change no bit, else ``rounding``, with a ``reason``."""
-        if tokenizer is not None and tokenizer.vocab_size > self.target.vocabulary:  # see ``load``
-            known = f"{tokenizer.vocab_size} tokens and the model {self.target.vocabulary}"
-            raise ValueError(f"the tokenizer has {known}: they do not match")
+        check_tokenizer(tokenizer, self.target.vocabulary)
         store = {"limit": kv_store_limit, "expiry": kv_store_expiry, "key": kv_store_key}
-        self._new_store, self._weights = partial(self._store, kv_store, store), self.target.refresh()
+        self._new_store = partial(open_store, kv_store, store, self._fingerprint)
+        self._weights = self.target.refresh()
         self.store = self._new_store()
-        self.tiers = None if kv_memory is None else self._tiers(kv_memory)
+        self.tiers = None if kv_memory is None else tiers_of(kv_memory, self.target)
         """Where keys and values are placed, if ``kv_memory`` bounds them."""
         self.step_seconds = StepSeconds()
         self._tokenizer, self._lock = tokenizer, FairLock()
-        self._grammars: Grammars | None = None
+        self._builder = RequestBuilder(self.target.model, self.target.vocabulary)
         self._speller: PreTrainedTokenizerBase | None = tokenizer
         warm_up(self.target.device, self.target.model.dtype, self._runtime.waits_for_code)
         self.budget, self.prune_drafts, self.prefill_block = budget, prune_drafts, prefill_block
@@ -152,24 +147,6 @@ class Engine:
             f"{model.device}, drafter={self.drafter}, budget={self.budget}, "
             f"exactness={self.exactness.level!r})"
         )
-
-    def _admit(self, model: PreTrainedModel, kv_dtype: str, **single_process: object) -> Scorer:
-        held = kv_type(model, kv_dtype)
-        if not is_sharded(model):
-            return admit(model, self._runtime.self_test, held)
-        from forerun.tensor_parallel import ranks  # only for a model in several processes
-
-        return ranks.admit(model, kv_dtype=held, **single_process)
-
-    def _store(self, folder: str | Path | None, options: dict[str, Any]) -> KVStore | None:
-        if folder is None:
-            for name, value in options.items():
-                if value is not None:
-                    raise ValueError(f"kv_store_{name} is set, and there is no kv_store")
-            return None
-        from forerun.engine.kv_store import KVStore  # imported only if used
-
-        return KVStore(folder, self._fingerprint(), **options)
 
     def _fingerprint(self) -> str:
         from forerun.models.forward.fingerprint import fingerprint  # imported only if used
@@ -208,33 +185,17 @@ class Engine:
             self.target.renew()
             self._refresh()
 
-    def _tiers(self, memory: int | KVMemory) -> Tiers:
-        from forerun.kv.kv_tiers import Tiers  # imported only if used
-
-        if self.target.recurrent:
-            raise ValueError("kv_memory cannot offload states of recurrent layers; leave it unset")
-        return Tiers(memory, self.target.device, self.target.kv, self.target.kv_dtype or self.target.model.dtype)
-
     def set_drafter(self, drafter: Drafts, settings: LongContextConfig | None = None) -> None:
         """Replace the drafter; for the arguments see the class. Raise ValueError if it does not fit the target,
         TypeError if it is not a drafter."""
-        _check_drafter(drafter)
+        check_drafts(drafter)
         setup = Setup(settings or LongContextConfig(), self.target, self._runtime, self.prune_drafts)
-        level = build(drafter, setup) if isinstance(drafter, str) else self._level_over(drafter, setup)
-        self.target.led(lambda: _warm_up(level))
+        level = level_of(drafter, setup)
+        self.target.led(lambda: warm_up_sources(level))
         self.level = level
         """The target with its sources; see ``decoding.level``."""
         self.drafter = drafter if isinstance(drafter, str) else type(drafter).__name__
         self._spell()
-
-    def _level_over(self, drafter: Source | Callable[[Setup], Source], setup: Setup) -> Level:
-        """Return a level over a source that no recipe made, which drafts as much as it is told to."""
-        source = drafter if isinstance(drafter, Source) else drafter(setup)
-        if not isinstance(source, Source):
-            raise TypeError(f"the drafter's function returned a {type(source).__name__}; it must return a Source")
-        if isinstance(source, Level):
-            return source if source.model is setup.target and source.makes_none else setup.over(Planner(chains=source))
-        return setup.over(setup.planner(source))
 
     def _cache(
         self, tokens: int, shareable: bool = False, releases: bool = False, reserve: DeviceReserve | None = None
@@ -258,16 +219,7 @@ class Engine:
     @property
     def grammars(self) -> Grammars:
         """Compiles ``response_format`` for the engine's tokenizer; created on first use."""
-        return self._grammars_of(self._tokenizer)
-
-    def _grammars_of(self, tokenizer: PreTrainedTokenizerBase | None) -> Grammars:
-        grammars = self._grammars
-        if grammars is None or grammars.tokenizer is not tokenizer:
-            from forerun.models.text.grammar import Grammars  # most requests have no grammar
-
-            end = ends(self.target.model.generation_config)
-            grammars = self._grammars = Grammars(tokenizer, self.target.vocabulary, end)
-        return grammars
+        return self._builder.grammars(self._tokenizer)
 
     def _spell(self) -> None:
         if isinstance(self._speller, PreTrainedTokenizerFast):
@@ -337,28 +289,12 @@ class Engine:
         **options: Unpack[GenerationOptions],
     ) -> list[Request]:
         """Return the checked requests that ``generate`` runs; options as there."""
-        check_options(options, self.target.model)
         tokenizer = self._tokenizer if tokenizer is None else tokenizer
-        response_format, mask = options.pop("response_format", None), options.pop("attention_mask", None)
-        prediction = encode_prediction(options.pop("prediction", None) or (), tokenizer)
-        own, others = own_options(options)
-        row_options = RowOptions(**own, budget=budget, prediction=prediction)
-        if response_format is not None:
-            grammar = self._grammars_of(tokenizer).of(response_format, row_options.namespace)
-            row_options = replace(row_options, grammar=grammar)
-        given = prompts if isinstance(prompts, Mapping) else {"input_ids": prompts}
-        ids = given.get("input_ids")
-        if mask is None and given.get("attention_mask") is None and isinstance(ids, torch.Tensor):
-            mask = inferred_mask(self.target.model, ids, options)
-        rows = encode(prompts, tokenizer, mask)
+        built = self._builder.build(prompts, tokenizer, budget, options)
         if self._speller is None and tokenizer is not None:  # spelling changes drafts, never the output
             self._speller = tokenizer
             self._spell()
-        built = [
-            build_requests(self.target.model, prompt, row_options, tokenizer, row, len(rows), **others)
-            for row, prompt in enumerate(rows)
-        ]
-        return [request for group in built for request in group]
+        return built
 
     def prefill(
         self,
@@ -447,8 +383,7 @@ class Engine:
                 maximise tokens per second.
         """
         limit = self.prefill_block if limit is None else limit
-        if limit < 1:
-            raise ValueError(f"limit is {limit}; it must be at least 1")
+        check_integer("limit", limit, 1)
         step = DecodingStep(self.level, self.budget, closed, self.step_seconds)
         fixed = self.target.prompt_chunk
         chunk, limit = (min(self.prefill_block, limit), limit) if fixed is None else (fixed, max(fixed, limit))
@@ -496,26 +431,3 @@ class Engine:
             self.store.close(self._fingerprint if same else None)
         if self.tiers is not None:
             self.tiers.close()
-
-
-def _check_model(model: object) -> None:
-    if isinstance(model, str | Path):
-        raise TypeError(
-            f"model is {str(model)!r}; it must be a loaded model, such as "
-            f"AutoModelForCausalLM.from_pretrained({str(model)!r}).eval()"
-        )
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"model is a {type(model).__name__}; it must be a transformers decoder (PreTrainedModel)")
-
-
-def _check_drafter(drafter: object) -> None:
-    if isinstance(drafter, type):
-        raise TypeError(f"drafter is the class {drafter.__name__}; it must be an object, such as {drafter.__name__}()")
-    if not (isinstance(drafter, Source | str) or callable(drafter)):
-        raise TypeError(f"drafter is a {type(drafter).__name__}; it must be a name, or derive from forerun.Source")
-
-
-def _warm_up(level: Level) -> None:
-    level.warm_up()
-    for source in level.planner.sources:
-        source.warm_up()

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from forerun.core.block import Block
+from forerun.core.checks import check_integer
 from forerun.core.tree import DraftTree, IntArray
 from forerun.kernels.attention.attention import (
     BACKENDS,
@@ -74,8 +75,7 @@ class LowRankConfig:
 
     def __post_init__(self) -> None:
         for name in ("budget", "window", "rank"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+            check_integer(name, getattr(self, name), 1)
         if self.rank % QUAD_NUMBERS:
             raise ValueError(f"rank is {self.rank}; it must be a multiple of {QUAD_NUMBERS}")
 
@@ -249,10 +249,6 @@ class LowRankCache(ChunkedView):
         beside = (parted - parted[..., 1:].amax(-1, keepdim=True)).amax(1, keepdim=True)
         return beside.expand(parted.shape).flatten(0, 1).contiguous()
 
-    def index_bytes(self, layer: int) -> int:
-        """Return the bytes of a layer's short keys, all of which a selecting query scans."""
-        return self._indexes[layer].indexed_bytes if self.choosing(layer) else 0
-
     def _write(self, layer: int, position: int, k: torch.Tensor, v: torch.Tensor) -> Rows:
         place = position - self._tail
         end = place + k.shape[2]
@@ -386,12 +382,6 @@ class ShortKeys:
     @property
     def known(self) -> int:
         return self._indexed * CHUNK_KEYS
-
-    @property
-    def indexed_bytes(self) -> int:
-        """Bytes of the indexed keys."""
-        heads, _, _, quads, _, _ = self._short.shape
-        return heads * self._indexed * CHUNK_KEYS * quads * QUAD_NUMBERS
 
     @property
     def nbytes(self) -> int:

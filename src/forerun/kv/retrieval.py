@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from forerun.core.block import Block
+from forerun.core.checks import check_integer
 from forerun.core.long_context import Policy
 from forerun.core.pinned import to_device
 from forerun.core.transfers import elsewhere
@@ -45,8 +46,7 @@ class RetrievalConfig:
 
     def __post_init__(self) -> None:
         for name in ("chunk", "window", "stride"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+            check_integer(name, getattr(self, name), 1)
         if self.budget < self.chunk:
             raise ValueError(f"budget is {self.budget}; it must be at least one chunk of {self.chunk} tokens")
         if self.refresh not in ("stride", "acceptance", "verify"):
@@ -200,11 +200,6 @@ class RetrievalCache(ChunkedView):
         """Committed tokens that a pass attends to."""
         return self._place(self.length)
 
-    @property
-    def choice_bytes(self) -> int:
-        """Bytes of the chunk means, which a selection reads."""
-        return sum(layer.indexed_bytes for layer in self._layers.values())
-
     def needs(self, shape: KVShape, tokens: int) -> int:
         config = self.config
         places = min(tokens, config.budget) + config.recent + config.growth + 2 * config.chunk + ROLLBACK_TOKENS
@@ -257,11 +252,6 @@ class ChosenChunks:
     @property
     def known(self) -> int:
         return self._indexed * self._chunk
-
-    @property
-    def indexed_bytes(self) -> int:
-        """Bytes of the indexed keys."""
-        return self._means[:, : self._indexed].nbytes if self._indexed else 0
 
     @property
     def mean_bytes(self) -> int:

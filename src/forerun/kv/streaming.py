@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from forerun.core.block import Block
+from forerun.core.checks import check_integer
 from forerun.kernels.attention.attention import AttentionSpec, Rows
 from forerun.kv.cache import (
     READ_BLOCK,
@@ -96,8 +97,7 @@ class StreamingCache(Cache):
     def __init__(
         self, window: int, sinks: int = 4, slack: int = ROLLBACK_TOKENS, rotation: Rotation | None = None
     ) -> None:
-        if window < 1:
-            raise ValueError(f"window is {window}; it must be at least 1")
+        check_integer("window", window, 1)
         for name, value in (("sinks", sinks), ("slack", slack)):
             if value < 0:
                 raise ValueError(f"{name} is {value}; it must be 0 or more")

@@ -17,6 +17,7 @@ from forerun.models.text.prompts import (
     encodes_messages,
     has_template,
     rendered,
+    text_ids,
 )
 from forerun.server.api_errors import ApiError
 from forerun.server.chat_schema import ChatRequest, GenerationBody, TokenizeRequest
@@ -67,7 +68,9 @@ class PromptEncoder:
             return EncodedPrompt(encode(prompt, self._tokenizer)[0])
         self._check(prompt, what)
         with self._lock:
-            return EncodedPrompt(encode(prompt, self._tokenizer)[0] if special else self._bare(prompt), prompt)
+            return EncodedPrompt(
+                encode(prompt, self._tokenizer)[0] if special else text_ids(self._tokenizer, prompt), prompt
+            )
 
     def chat(self, body: ChatRequest | TokenizeRequest) -> EncodedPrompt:
         messages = with_known_roles([message.for_template() for message in body.messages or ()], self._tokenizer)
@@ -128,16 +131,13 @@ class PromptEncoder:
         before, between, end = (known[mark] for mark in marks)
         with self._lock:
             first = [token for token in self._tokenizer("")["input_ids"] if token == self._tokenizer.bos_token_id]
-            texts = [self._bare(each) if isinstance(each, str) else each for each in (prefix, suffix)]
+            texts = [text_ids(self._tokenizer, each) if isinstance(each, str) else each for each in (prefix, suffix)]
         return EncodedPrompt([*first, before, *texts[0], between, *texts[1], end])
-
-    def _bare(self, text: str) -> list[int]:
-        return [int(token) for token in self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
 
     def _count(self, text: str) -> int:
         if self._counter is None:
             with self._lock:
-                return len(self._bare(text))
+                return len(text_ids(self._tokenizer, text))
         return len(self._counter.encode_batch_fast([text], add_special_tokens=False)[0])
 
     def _cut(self, prompt: EncodedPrompt, body: GenerationBody) -> EncodedPrompt:

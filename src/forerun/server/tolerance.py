@@ -168,11 +168,11 @@ _SPECIAL_PARTS: dict[str, Callable[[Json, str, Notes], str]] = {
 }
 
 
-def chat_turns(messages: Any, notes: Notes, where: str = "messages") -> Any:
+def chat_turns(messages: Any, notes: Notes) -> Any:
     """Convert a chat's turns, with content and reasoning as text; return anything but a list unchanged."""
-    if not isinstance(bounded(messages, where, MAX_TURNS), list):
+    if not isinstance(bounded(messages, "messages", MAX_TURNS), list):
         return messages
-    return [_turn(each, f"{where}.{number}", notes) for number, each in enumerate(messages)]
+    return [_turn(each, f"messages.{number}", notes) for number, each in enumerate(messages)]
 
 
 def _turn(message: Any, where: str, notes: Notes) -> Any:
@@ -229,9 +229,9 @@ def custom_input(arguments: str) -> str:
     return str(value.get(CUSTOM_FIELD, "")) if isinstance(value, dict) else arguments
 
 
-def function_tools(tools: Any, function: Callable[[Json], Json | None], notes: Notes, where: str = "tools") -> Any:
+def function_tools(tools: Any, function: Callable[[Json], Json | None], notes: Notes) -> Any:
     """Convert tools by ``function``, leaving out those for which it returns None: they run elsewhere."""
-    if not isinstance(bounded(tools, where, MAX_TOOLS), list):
+    if not isinstance(bounded(tools, "tools", MAX_TOOLS), list):
         return tools
     kept = []
     for number, tool in enumerate(tools):
@@ -239,8 +239,8 @@ def function_tools(tools: Any, function: Callable[[Json], Json | None], notes: N
         if made is not None:
             kept.append(made)
         elif not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
-            raise invalid(f"{where}.{number}", f"{where}.{number}: a tool needs a type")
+            raise invalid(f"tools.{number}", f"tools.{number}: a tool needs a type")
         else:
             name = str(tool.get("name") or tool.get("server_label") or tool["type"])[:64]
-            notes.add(f"{where}.{number} ({name!r}, of type {tool['type'][:64]!r}) was left out: it runs elsewhere")
+            notes.add(f"tools.{number} ({name!r}, of type {tool['type'][:64]!r}) was left out: it runs elsewhere")
     return kept

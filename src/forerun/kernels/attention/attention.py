@@ -19,8 +19,9 @@ from forerun.core import sampling_kernels
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree, IntArray
 from forerun.kernels import gpu
+from forerun.kernels.attention.attention_fields import AttendOp
 from forerun.kernels.attention.float64_attention import ATTEND_FLOAT64, FLOAT64_KIND
-from forerun.kernels.attention.ordered_attention import COMBINE, SCAN, AttendOp
+from forerun.kernels.attention.ordered_attention import COMBINE, SCAN
 from forerun.kernels.attention.packed_pass import HeadShape, PackedPass, TopkTables
 from forerun.kernels.attention.sparse_compilation import compile_sparse
 from forerun.kernels.attention.topk_attention import ATTEND_TOPK

@@ -10,7 +10,7 @@ import math
 import numpy as np
 
 from forerun.core.compiling import compiled
-from forerun.kernels.attention.ordered_attention import (
+from forerun.kernels.attention.attention_fields import (
     ATTEND_LAYOUT,
     ROW_BYTES,
     AttendOp,

@@ -13,18 +13,38 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
 
 import numpy as np
-from llvmlite import ir
 
 from forerun.core.compiling import compiled
-from forerun.kernels.attention.attention_tile import BLOCK_TOKENS, STATE_BYTES, TILE_QUERIES, hide
+from forerun.kernels.attention.attention_fields import (
+    ATTEND_LAYOUT,
+    ROW_BYTES,
+    SCALE_OFFSET,
+    UNIT_BYTES,
+    AttendOp,
+    RowFields,
+    UnitFields,
+    kv_of,
+    read_attend,
+    read_row,
+    read_unit,
+)
+from forerun.kernels.attention.attention_tile import BLOCK_TOKENS, TILE_QUERIES, hide
 from forerun.kernels.attention.block_code import SHARED_TILES, BlockCode, block_code, read_block_code
+from forerun.kernels.attention.tile_states import (
+    clear_states,
+    copy_states,
+    kept_tiles,
+    merge_tiles,
+    size_of_tile,
+    state_of,
+    tile_bytes,
+)
 from forerun.kernels.linear.rowwise import LOG2E, soften, words
-from forerun.kernels.runtime.addresses import StructLayout, call, floats, integers
+from forerun.kernels.runtime.addresses import call, floats, integers
 from forerun.kernels.runtime.executor import PER_TOKEN, PER_UNIT, Operation, Tasks, read_pass
-from forerun.kernels.runtime.vector_ir import I32, LANES, LINE, Emitter, llvm_function
+from forerun.kernels.runtime.vector_ir import LANES, LINE
 
 SPLIT_TOKENS = 256
 """Positions per split. Splits are summed separately, so that a few heads of a long sequence keep all threads busy."""
@@ -32,69 +52,6 @@ RANGE_BYTES = 96
 """Bytes of a tile's visible range: least and greatest end, least and greatest start, then those per query."""
 ALL_SPLITS = -1
 """Instead of a unit's split: all splits, one after the other."""
-LOWEST_SCORE = -3e38
-"""Initial running maximum; finite, so that differences are never NaN."""
-
-
-class RowFields(NamedTuple):
-    """One row of the batch."""
-
-    first: int  # index of its first token in the pass
-    n: int  # its tokens in the pass
-    in_order: int  # number of them in sequence order; the others are tree nodes
-    start: int  # committed tokens; the position of its first token
-    k_head: int  # bytes between the keys of two heads
-    k_row: int  # and of two tokens
-    v_head: int
-    v_row: int
-    states: int  # offset of its states in the buffer of states
-    splits: int  # states per tile; 0 if units visit all splits themselves
-
-
-class UnitFields(NamedTuple):
-    """A thread's unit of a scan: a row's split (or ``ALL_SPLITS``), and tiles ``first`` to ``last``."""
-
-    row: int
-    split: int
-    first: int
-    last: int
-
-
-class AttendOp(NamedTuple):
-    """One layer's attention: addresses, strides in bytes, and counts."""
-
-    kind: int  # type of keys and values: 0 float32, 1 bfloat16, 2 float16
-    width: int  # their bytes per number
-    heads: int
-    kv_heads: int
-    dim: int
-    out_dim: int
-    window: int  # as in ``AttentionSpec``, or 0
-    q: int  # float32
-    q_row: int
-    q_head: int
-    kv: int  # table with each row's addresses of this layer's keys and values
-    sinks: int  # one number per head, in the queries' type, or 0
-    out: int  # a token's heads side by side
-    out_row: int
-    out_kind: int  # 0 float32, 1 bfloat16
-    scale: float  # factor on scores, for powers of two (of e in float64)
-    softcap: float
-    topk: int = 0  # each row's ``TopkFields`` of this layer, if queries select keys
-
-
-ROW_LAYOUT, UNIT_LAYOUT, ATTEND_LAYOUT = StructLayout(RowFields), StructLayout(UnitFields), StructLayout(AttendOp)
-ROW_BYTES, UNIT_BYTES = ROW_LAYOUT.size, UNIT_LAYOUT.size
-read_row, read_unit, read_attend = ROW_LAYOUT.reader(), UNIT_LAYOUT.reader(), ATTEND_LAYOUT.reader()
-SCALE_OFFSET = 8 * AttendOp._fields.index("scale")
-
-
-def tile_bytes(out_dim: int) -> int:
-    """Return the size in bytes of a tile's output and state."""
-    return TILE_QUERIES * out_dim * 4 + STATE_BYTES
-
-
-size_of_tile = compiled(tile_bytes)
 
 
 @functools.cache
@@ -115,40 +72,12 @@ _block_bytes = compiled(block_bytes)
 
 
 @compiled
-def kv_of(op: AttendOp, row: RowFields, number: int, head: int) -> tuple[int, int]:
-    """Return the addresses of a KV head's keys and values in row ``number``."""
-    addresses = integers(op.kv + 16 * number, 2)
-    return addresses[0] + head * row.k_head, addresses[1] + head * row.v_head
-
-
-@compiled
-def _state(op: AttendOp, tile: int) -> int:
-    return tile + TILE_QUERIES * op.out_dim * 4
-
-
-@compiled
-def _kept_tiles(op: AttendOp, row: RowFields, states: int, split: int, head: int) -> int:
-    """Return the address of a split's and KV head's tiles in the buffer of states; without splits, use split 0."""
-    tiles = (row.n * (op.heads // op.kv_heads) + TILE_QUERIES - 1) // TILE_QUERIES
-    return states + row.states + (split * op.kv_heads + head) * tiles * size_of_tile(op.out_dim)
-
-
-@compiled
 def scan_bounds(row: RowFields, place: int, position: int) -> tuple[int, int]:
     """Return where a token's own keys start (a tree node's at a block boundary, else 0), and where its scan ends."""
     if place < row.in_order:
         return 0, position + 1
     base = (row.start + row.in_order) // BLOCK_TOKENS * BLOCK_TOKENS
     return base, base
-
-
-@compiled
-def clear_states(op: AttendOp, states: int, tiles: int) -> None:
-    """Reset the states: no key seen yet."""
-    size = size_of_tile(op.out_dim)
-    for t in range(tiles):
-        floats(states + t * size, size // 4)[:] = np.float32(0)
-        floats(_state(op, states + t * size), LANES)[:] = np.float32(LOWEST_SCORE)
 
 
 @compiled
@@ -181,34 +110,6 @@ def soften_tile(op: AttendOp, weights: int, spare: int) -> None:
         soften(weights, BLOCK_TOKENS * TILE_QUERIES // LANES, spare)
 
 
-@llvm_function()
-def merge_tile(e: Emitter, running: ir.Value, part: ir.Value, vectors: ir.Value) -> None:
-    """Merge a tile's next split into the running one: maxima, sums of weights, and outputs of ``vectors`` each."""
-    b = e.builder
-    own = e.times(vectors, TILE_QUERIES * LINE)
-    states = [e.at(tile, own) for tile in (running, part)]
-    before, new = (e.load(state) for state in states)
-    top = e.larger(before, new)
-    factors = [e.exp2(b.fsub(each, top)) for each in (before, new)]
-    sums = [e.load(e.at(state, LINE)) for state in states]
-    e.store(top, states[0])
-    e.store(e.fma(sums[0], factors[0], b.fmul(sums[1], factors[1])), e.at(states[0], LINE))
-    for i in range(TILE_QUERIES):
-        one, two = (e.everywhere(b.extract_element(factor, I32(4 * i))) for factor in factors)
-        with e.loop(vectors) as c:
-            at = e.at(e.times(vectors, i * LINE), e.times(c, LINE))
-            here = b.add(running, at)
-            e.store(e.fma(e.load(here), one, b.fmul(e.load(b.add(part, at)), two)), here)
-
-
-@compiled
-def merge_tiles(op: AttendOp, running: int, part: int, tiles: int) -> None:
-    """Merge the next split of several tiles."""
-    size = size_of_tile(op.out_dim)
-    for t in range(tiles):
-        merge_tile(running + t * size, part + t * size, op.out_dim // LANES)
-
-
 @compiled
 def scan(address: int, fields: int, code_address: int, task: int, slot: int) -> None:
     """Scan one unit and KV head: tiles of queries over one split, or over all splits in turn."""
@@ -227,7 +128,7 @@ def scan(address: int, fields: int, code_address: int, task: int, slot: int) -> 
         to = q + t * TILE_QUERIES * op.dim * 4
         _pack_tile(op, code, fields + SCALE_OFFSET, row.first, row.n, head, unit.first + t, to)
     if unit.split != ALL_SPLITS:
-        to = _kept_tiles(op, row, this.states, unit.split, head) + unit.first * size
+        to = kept_tiles(op, row, this.states, unit.split, head) + unit.first * size
         clear_states(op, to, tiles)
         end = min(last, (unit.split + 1) * SPLIT_TOKENS)
         first = unit.split * SPLIT_TOKENS
@@ -243,7 +144,7 @@ def scan(address: int, fields: int, code_address: int, task: int, slot: int) -> 
         at = split * SPLIT_TOKENS
         _scan_split(op, code, fields, row, unit.row, head, tiles, at, end, q, scores, ranges, other, spare)
         merge_tiles(op, state, other, tiles)
-    words(0, state, tiles * size // LINE, _kept_tiles(op, row, this.states, 0, head) + unit.first * size)
+    words(0, state, tiles * size // LINE, kept_tiles(op, row, this.states, 0, head) + unit.first * size)
 
 
 @compiled
@@ -315,7 +216,7 @@ def _block(
         if bounds[0] < start + BLOCK_TOKENS or bounds[3] > start:
             own = ranges + RANGE_BYTES * t
             hide(weights, start, own + 64, own + 32)
-        call(add, op.out_dim, op.width, high - low, weights, _state(op, tile), v, v_row, tile, after)
+        call(add, op.out_dim, op.width, high - low, weights, state_of(op, tile), v, v_row, tile, after)
         after += BLOCK_TOKENS * op.out_dim * op.width // (high - low)
 
 
@@ -340,18 +241,18 @@ def combine(address: int, fields: int, code_address: int, task: int, slot: int) 
     low = max(0, position - op.window + 1) if op.window else 0
     full = (seen + SPLIT_TOKENS - 1) // SPLIT_TOKENS
     if row.splits == 0:
-        _copy_states(op, _kept_tiles(op, row, this.states, 0, head), place * group, group, running)
+        copy_states(op, kept_tiles(op, row, this.states, 0, head), place * group, group, running)
     else:
         # the split that a tree node continues is merged later
         joined = full if place < row.in_order else min(full, base // SPLIT_TOKENS)
         for split in range(low // SPLIT_TOKENS, joined):
-            _copy_states(op, _kept_tiles(op, row, this.states, split, head), place * group, group, part)
+            copy_states(op, kept_tiles(op, row, this.states, split, head), place * group, group, part)
             merge_tiles(op, running, part, own)
         if place >= row.in_order:
             begun = base // SPLIT_TOKENS
             clear_states(op, part, own)
             if begun < full and begun >= low // SPLIT_TOKENS:
-                _copy_states(op, _kept_tiles(op, row, this.states, begun, head), place * group, group, part)
+                copy_states(op, kept_tiles(op, row, this.states, begun, head), place * group, group, part)
             _attend_branch(
                 op,
                 code,
@@ -405,7 +306,7 @@ def _attend_branch(
             weights, to = scores + t * TILE_QUERIES * BLOCK_TOKENS * 4, part + t * size_of_tile(op.out_dim)
             soften_tile(op, weights, cap)
             hide(weights, start, bounds, bounds + 8 * TILE_QUERIES)
-            call(code.values, op.out_dim, op.width, own, weights, _state(op, to), values, v_row, to, values)
+            call(code.values, op.out_dim, op.width, own, weights, state_of(op, to), values, v_row, to, values)
     merge_tiles(op, running, part, own)
 
 
@@ -430,22 +331,10 @@ def _copy_branch(
 
 
 @compiled
-def _copy_states(op: AttendOp, tiles: int, first: int, count: int, to: int) -> None:
-    size = size_of_tile(op.out_dim)
-    for g in range(count):
-        source, place = tiles + (first + g) // TILE_QUERIES * size, to + g // TILE_QUERIES * size
-        a, b = (first + g) % TILE_QUERIES, g % TILE_QUERIES
-        words(0, source + 4 * a * op.out_dim, op.out_dim // LANES, place + 4 * b * op.out_dim)
-        mine, theirs = floats(_state(op, place) + 16 * b, LANES + 4), floats(_state(op, source) + 16 * a, LANES + 4)
-        for c in range(4):
-            mine[c], mine[LANES + c] = theirs[c], theirs[LANES + c]
-
-
-@compiled
 def _divide(op: AttendOp, tiles: int, g: int, token: int, head: int, spare: int) -> None:
     """Write a head's output: the weighted values divided by the sum of weights, including a sink's."""
     tile, i = tiles + g // TILE_QUERIES * size_of_tile(op.out_dim), g % TILE_QUERIES
-    state = _state(op, tile) + 16 * i
+    state = state_of(op, tile) + 16 * i
     sums = floats(state + LINE, 4)
     total = np.float32(np.float32(sums[0] + sums[1]) + np.float32(sums[2] + sums[3]))
     if op.sinks:

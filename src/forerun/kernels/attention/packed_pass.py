@@ -15,15 +15,10 @@ from forerun.core.block import Block, JoinedBlocks
 from forerun.core.compiling import compiled
 from forerun.core.tree import IntArray
 from forerun.kernels.attention import float64_attention, ordered_attention, topk_attention, topk_rank
+from forerun.kernels.attention.attention_fields import ROW_BYTES, UNIT_BYTES, RowFields
 from forerun.kernels.attention.attention_tile import TILE_QUERIES
-from forerun.kernels.attention.ordered_attention import (
-    ALL_SPLITS,
-    ROW_BYTES,
-    SPLIT_TOKENS,
-    UNIT_BYTES,
-    RowFields,
-    size_of_tile,
-)
+from forerun.kernels.attention.ordered_attention import ALL_SPLITS, SPLIT_TOKENS
+from forerun.kernels.attention.tile_states import size_of_tile
 from forerun.kernels.attention.topk_rank import GROUP_CHUNKS, RANK_UNIT_BYTES, TopkFields
 from forerun.kernels.runtime.vector_ir import LINE
 

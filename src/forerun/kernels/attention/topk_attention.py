@@ -15,7 +15,7 @@ import numpy as np
 from llvmlite import ir
 
 from forerun.core.compiling import compiled
-from forerun.kernels.attention.ordered_attention import (
+from forerun.kernels.attention.attention_fields import (
     ATTEND_LAYOUT,
     ROW_BYTES,
     AttendOp,

@@ -15,7 +15,7 @@ import torch
 from llvmlite import ir
 
 from forerun.core.compiling import compiled
-from forerun.kernels.attention.ordered_attention import ATTEND_LAYOUT, ROW_BYTES, AttendOp, read_attend, read_row
+from forerun.kernels.attention.attention_fields import ATTEND_LAYOUT, ROW_BYTES, AttendOp, read_attend, read_row
 from forerun.kernels.runtime.addresses import StructLayout, floats, integers, signed_bytes
 from forerun.kernels.runtime.executor import PER_TOKEN, PER_UNIT, Operation, Tasks, read_pass
 from forerun.kernels.runtime.vector_ir import (

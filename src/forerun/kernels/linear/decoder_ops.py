@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from forerun.core.compiling import compiled
-from forerun.kernels.attention.ordered_attention import ROW_BYTES, kv_of, read_row
+from forerun.kernels.attention.attention_fields import ROW_BYTES, kv_of, read_row
 from forerun.kernels.linear.rowwise import TO_FLOATS, TO_WORDS, rotate, scale, squares, widen, words
 from forerun.kernels.runtime.addresses import StructLayout, call, floats, integers
 from forerun.kernels.runtime.executor import PER_OUTPUT, PER_TOKEN, Operation, Tasks, read_pass

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from forerun.kernels import gpu
 from forerun.kernels.linear import linear
-from forerun.kernels.linear.linear import NUMBER_KINDS
+from forerun.kernels.linear.weight_matrix import NUMBER_KINDS, plain
 from forerun.kernels.runtime.vector_ir import fused
 
 VECTOR_MULTIPLE = 64
@@ -62,7 +62,7 @@ def _matmul(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         return None
     rows = weight.t()
     if weight.device.type == "cpu" and not takes(x, rows) and takes(x, copied := rows.contiguous()):
-        return linear.product(x, linear.plain(copied), keep=False)  # another layout is copied: slower, but as exact
+        return linear.product(x, plain(copied), keep=False)  # another layout is copied: slower, but as exact
     return _product(x, rows)
 
 
@@ -144,7 +144,7 @@ def lay_out(weight: torch.nn.Parameter) -> None:
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Return ``x @ weight.T + bias`` for x ``[..., K]`` and a matrix ``[O, K]``; see ``takes``."""
-    return linear.product(x, linear.plain(weight, bias))
+    return linear.product(x, plain(weight, bias))
 
 
 def filled(function: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:

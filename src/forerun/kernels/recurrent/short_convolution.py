@@ -12,7 +12,7 @@ import torch
 
 from forerun.core.compiling import compiled
 from forerun.kernels import gpu
-from forerun.kernels.attention.ordered_attention import ROW_BYTES, read_row
+from forerun.kernels.attention.attention_fields import ROW_BYTES, read_row
 from forerun.kernels.linear.rowwise import widen, words
 from forerun.kernels.runtime.addresses import StructLayout, doubles, floats, integers, part
 from forerun.kernels.runtime.executor import Operation, Program, Tasks, read_pass

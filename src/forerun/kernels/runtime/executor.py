@@ -51,7 +51,7 @@ class PassFields(NamedTuple):
     ids: int = 0
     x: int = 0  # with ``y``: default input and output of linear layers
     y: int = 0
-    rows: int = 0  # with ``units`` and ``parents``: attention tables (``ordered_attention.py``)
+    rows: int = 0  # with ``units`` and ``parents``: attention tables (``attention_fields.py``)
     units: int = 0
     unit_count: int = 0
     token_rows: int = 0  # each token's row

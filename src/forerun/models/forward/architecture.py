@@ -14,8 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from forerun.kernels.attention.attention import AttentionSpec
-from forerun.kernels.linear.linear import Weights, plain
 from forerun.kernels.linear.rowwise import GELU, SILU
+from forerun.kernels.linear.weight_matrix import Weights, plain
 from forerun.kernels.runtime.vector_ir import LANES, LINE, fused
 from forerun.models.forward.inputs import position_limit
 from forerun.models.forward.weight_watch import SOURCES, added_code

@@ -15,7 +15,8 @@ import torch
 from transformers import PreTrainedModel
 
 from forerun.core.tree import IntArray
-from forerun.kernels.attention.ordered_attention import COMBINE, SCAN, AttendOp
+from forerun.kernels.attention.attention_fields import AttendOp
+from forerun.kernels.attention.ordered_attention import COMBINE, SCAN
 from forerun.kernels.attention.packed_pass import HeadShape, scratch_bytes
 from forerun.kernels.attention.topk_attention import ATTEND_TOPK
 from forerun.kernels.attention.topk_rank import PROJECT_QUERIES, RANK_CHUNKS, TOPK_BYTES
@@ -32,10 +33,11 @@ from forerun.kernels.linear.decoder_ops import (
     RotaryOp,
     ScaledRowsOp,
 )
-from forerun.kernels.linear.linear import ADD, GATE, PUT, unpack_code
+from forerun.kernels.linear.linear_op import ADD, GATE, PUT
 from forerun.kernels.linear.ordered_modules import filled
 from forerun.kernels.linear.panels import format_number, format_of
 from forerun.kernels.linear.rowwise import TO_FLOATS, TO_SUM, TO_WORDS
+from forerun.kernels.linear.weight_matrix import table_of, unpack_code
 from forerun.kernels.recurrent import short_convolution
 from forerun.kernels.recurrent.short_convolution import GATED_CONVOLUTION, GatedConvolutionOp
 from forerun.kernels.runtime.executor import Operation, Program
@@ -295,7 +297,7 @@ class CompiledForward:
         self, matrices: Sequence[MatrixRows], x: torch.Tensor, mode: int, y: tuple[int, int], which: int = 0
     ) -> Op:
         decoder, columns = self._decoder, matrices[0].module.in_features
-        table = linear.table_of([each.weights for each in matrices])
+        table = table_of([each.weights for each in matrices])
         self._tables.append(table)  # keeps alive what the program addresses
         words = columns if as_stored(matrices[0].module) else columns * decoder.width // 4
         to_kind, threads = decoder.kind if mode == GATE else 0, self._kind.threads

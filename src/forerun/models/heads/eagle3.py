@@ -48,8 +48,8 @@ NO_PRODUCTS = frozenset({"embed", "fc_norm"})
 """Two-dimensional weights that are not multiplied with as a matrix."""
 
 
-class Eagle3Layers(Head):
-    """The decoder layers of EAGLE-3 and P-EAGLE, from a folder; raises ValueError for what does not fit."""
+class EagleHead(Head):
+    """What EAGLE-3 and P-EAGLE heads share: decoder layers from a folder; raises ValueError for what does not fit."""
 
     kind = "EAGLE-3"
     read_entries = EAGLE_ENTRIES
@@ -198,7 +198,7 @@ class Eagle3Layers(Head):
         return rms_norm(hidden, self._weights["norm"], self._eps)
 
 
-class Eagle3Head(Eagle3Layers, RecurrentHead):
+class Eagle3Head(EagleHead, RecurrentHead):
     """An EAGLE-3 head in a folder, of one layer."""
 
     shift = -1

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from forerun.kernels.linear.linear import Weights, product
+from forerun.kernels.linear.linear import product
+from forerun.kernels.linear.weight_matrix import Weights
 from forerun.models.forward.architecture import is_stored
 from forerun.models.forward.scorer import Scorer
 

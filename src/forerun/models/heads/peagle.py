@@ -19,7 +19,7 @@ from forerun.kernels.linear.ordered_modules import Ordered
 from forerun.kv.cache import Cache
 from forerun.models.forward.scorer import Scorer, attending
 from forerun.models.heads.block_head import BlockHead
-from forerun.models.heads.eagle3 import EAGLE_ENTRIES, EAGLE_SINGLE_VALUED, Eagle3Layers
+from forerun.models.heads.eagle3 import EAGLE_ENTRIES, EAGLE_SINGLE_VALUED, EagleHead
 from forerun.models.heads.head import Growth, HeadSequence
 from forerun.models.heads.head_file import HeadFile
 from forerun.models.heads.recurrent_head import Reading
@@ -31,7 +31,7 @@ MASK_ENTRIES = ("mask_token_id", "pard_token", "ptd_token_id")
 """Entries that name the mask token, in vLLM's order of look-up."""
 
 
-class PEagleHead(BlockHead, Eagle3Layers):
+class PEagleHead(BlockHead, EagleHead):
     """A P-EAGLE head in a folder."""
 
     kind = "P-EAGLE"

@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import pad
 
 from forerun.core.tree import BoolArray, IntArray
-from forerun.kernels.linear.linear import Weights
+from forerun.kernels.linear.weight_matrix import Weights
 from forerun.models.forward.scorer import Scorer
 from forerun.models.forward.static_lists import LISTED_TOKENS
 from forerun.models.heads.matrices import multiply, weights_of

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from forerun.kernels.linear.linear import Weights, product
+from forerun.kernels.linear.linear import product
+from forerun.kernels.linear.weight_matrix import Weights
 
 
 class StoredLinear(nn.Module):

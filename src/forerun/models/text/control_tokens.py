@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from forerun.models.text.call_formats import Json
 from forerun.models.text.message_formats import MessageFormat
+from forerun.models.text.prompts import text_ids
 
 NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 """Unicode reserves them for internal use."""
@@ -74,7 +75,7 @@ class ControlTokens:
         return self._ids(self._anchor + piece)[len(self._ids(self._anchor)) :]
 
     def _ids(self, text: str) -> list[int]:
-        return [int(token) for token in self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+        return text_ids(self._tokenizer, text)
 
 
 def _texts(value: Any) -> Iterable[str]:

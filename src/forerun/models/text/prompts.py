@@ -23,6 +23,11 @@ def vocabulary_of(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.blake2b(json.dumps(tokens).encode(), digest_size=16).hexdigest()
 
 
+def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Encode a text of any length, without special tokens."""
+    return [int(token) for token in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+
+
 def compiled_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Tokenizer | None:
     """Return a copy of the tokenizer's compiled part, if any, without the truncation and padding of its file."""
     backend = copy(getattr(tokenizer, "backend_tokenizer", None))
@@ -218,7 +223,7 @@ def encode_prediction(prediction: Any, tokenizer: PreTrainedTokenizerBase | None
     if isinstance(prediction, str):
         if tokenizer is None:
             raise ValueError("the prediction is text and there is no tokenizer; pass tokenizer= or token ids")
-        return [int(token) for token in tokenizer(prediction, add_special_tokens=False)["input_ids"]]
+        return text_ids(tokenizer, prediction)
     if not isinstance(prediction, Sequence) or not all(isinstance(token, int) for token in prediction):
         raise TypeError(f"prediction is {type(prediction).__name__}; it must be text or a list of token ids")
     if min(prediction, default=0) < 0:
