@@ -27,7 +27,7 @@ CONSTANTS = {
     "policy/ledger.py": ("START_SLACK", "START_SHARE", "TRIAL_SLACK", "SHARE", "SAVED", "CREDIT"),
     "policy/gains.py": ("PRIOR_TREES", "RECENT_TREES", "TREE_SPREAD"),
     "policy/calibration.py": ("FIRST_GUESS", "STATEMENT_WEIGHT", "MEMORY"),
-    "policy/choice.py": ("DOUBT", "CHEAP", "RECENT", "PLAIN_STEPS"),
+    "policy/rules.py": ("DOUBT", "CHEAP_SHARE", "RECENT", "PLAIN_STEPS"),
     "policy/step_costs.py": ("FIRST_PROPOSAL", "FURTHER_ROW"),
     "policy/time_model.py": (
         *("STEP_NOISE", "DRAFTING_NOISE", "SPEED_DRIFT", "LOADED_DOUBT", "START_DOUBT", "EACH_DOUBT"),

@@ -36,8 +36,8 @@ from forerun.policy.ledger import (
     open_batch,
     value_later,
 )
+from forerun.policy.policy_tables import ACCOUNT, CHEAP, Policy
 from forerun.policy.step_costs import DraftPasses
-from forerun.policy.tables import ACCOUNT, CHEAP, Policy
 
 LOADED = CostCurve((1, 2), (1.0, 1.02), unit=1.0)
 

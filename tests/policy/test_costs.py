@@ -17,7 +17,7 @@ from forerun.models.forward.pass_timing import FAR_TOKENS, PASS_SIZES, measure
 from forerun.models.forward.runtime import default_runtime
 from forerun.models.forward.scorer import Scorer
 from forerun.policy.cost_curve import CostCurve
-from forerun.policy.tables import TIME
+from forerun.policy.policy_tables import TIME
 from forerun.policy.time_model import AS_THE_CURVE_SAYS, LOADED_DOUBT, STEP_NOISE, LinearCost, begin_time, record_time
 
 CURVE = CostCurve((1, 2, 10), (1.0, 1.2, 2.0), cached_sizes=(1, 2, 10), cached_costs=(0.001, 0.001, 0.003))

@@ -14,7 +14,7 @@ from forerun.policy.choice import Choice
 from forerun.policy.cost_curve import CostCurve
 from forerun.policy.decision import Decision, PassShape, Pruned
 from forerun.policy.gains import AcceptanceRate, RowGains
-from forerun.policy.tables import PASSES
+from forerun.policy.policy_tables import PASSES
 
 NO_LOGITS = torch.empty(0, 0)
 CHAIN = 16

@@ -61,6 +61,7 @@ class KVMemory:
 
     @property
     def limits(self) -> dict[str, float]:
+        """Bytes of each tier; infinite if unlimited."""
         given = {"device": self.device, "host": self.host, "file": 0 if self.folder is None else self.file}
         return {tier: math.inf if limit is None else float(limit) for tier, limit in given.items()}
 

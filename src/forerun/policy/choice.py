@@ -1,5 +1,7 @@
-"""Choose what a step drafts, a tree from cheap sources, a chain from a model, or nothing; and learn from what came of
-it. The rules, and the state that they share, are compiled: ``rules.py``, ``tables.py``."""
+"""Choose what a step drafts: a tree from cheap sources, a chain from a model, or nothing; and learn from the outcomes.
+
+The rules and the state that they share are compiled; see ``rules`` and ``policy_tables``. Python only converts.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,12 @@ from forerun.policy.cost_curve import CostCurve, CostTable
 from forerun.policy.decision import Decision, PassShape, PlainSteps, Pruned
 from forerun.policy.gains import SUFFIXES, AcceptanceRate, RowGains, first_gains
 from forerun.policy.ledger import START_SLACK, TRIAL_SLACK
+from forerun.policy.policy_tables import CHAINS, EXTENSIONS, PASSES, PREPARING, ROW, SMALL_CHAINS, NodeTable, Policy
 from forerun.policy.step_costs import (
     SLOPE_NODES,
     DraftPasses,
     begin_times,
 )
-from forerun.policy.tables import CHAINS, EXTENSIONS, PASSES, PREPARING, ROW, SMALL_CHAINS, NodeTable, Policy
 from forerun.policy.time_model import LinearCost
 from forerun.policy.tree_pruning import ALL_JUDGED, NOT_JUDGED, SCORED_JUDGED
 

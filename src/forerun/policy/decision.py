@@ -39,7 +39,7 @@ class PassShape:
 
 
 class Pruned(NamedTuple):
-    """The part of a step's trees that is worth scoring, and its cost; for the rest see ``tables.STEP``."""
+    """The part of a step's trees that is worth scoring, and its cost; for the rest see ``STEP_RECORD``."""
 
     trees: list[DraftTree]
     nodes: int
@@ -55,7 +55,7 @@ class Decision:
 
     Attributes:
         rows: what drafts recently gained, by row that may have a draft.
-        known: length of each row's known suffix, None if unknown; None if no source was asked.
+        known: length of each row's known suffix, None if unknown; None without a cheap source.
         proposing: rows for which the cheap source proposes trees; ``limits``: by row, the maximum nodes of the tree,
             and the minimum stated probability at which one can pay.
         due: whether a plain step is due to be measured.

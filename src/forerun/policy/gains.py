@@ -14,7 +14,7 @@ import numpy as np
 from forerun.core.compiling import compiled
 from forerun.policy.calibration import FIRST_GUESS, MEMORY, STATEMENT_WEIGHT
 from forerun.policy.cost_curve import FloatArray
-from forerun.policy.tables import COSTLY, policy_at
+from forerun.policy.policy_tables import COSTLY, policy_at
 
 SUFFIXES = (3, 8, 32)
 """Lengths of the known suffix that separate classes, in tokens: a copy may begin, a copy, a long one."""

@@ -33,7 +33,7 @@ import numpy as np
 
 from forerun.core.compiling import compiled
 from forerun.core.records import RecordArray
-from forerun.policy.tables import policy_at
+from forerun.policy.policy_tables import policy_at
 
 START_SLACK = 3.0
 """What the first batch may lose at its start, in plain passes. With one pass, a first proposal that cost twice its

@@ -32,6 +32,7 @@ from forerun.policy.ledger import (
     value_later,
     value_tokens,
 )
+from forerun.policy.policy_tables import CHEAP, COSTLY, DECIDING, EXTENSIONS, PREPARING, PROPOSALS, Policy, policy_at
 from forerun.policy.step_costs import (
     asking_cost,
     each_cost,
@@ -45,7 +46,6 @@ from forerun.policy.step_costs import (
     scored_cost,
     unit_of,
 )
-from forerun.policy.tables import CHEAP, COSTLY, DECIDING, EXTENSIONS, PREPARING, PROPOSALS, Policy, policy_at
 from forerun.policy.time_model import record_time
 from forerun.policy.tree_pruning import judge, prune
 

@@ -13,7 +13,7 @@ from forerun.core.compiling import compiled
 from forerun.core.records import RecordArray
 from forerun.policy.cost_curve import CostTable
 from forerun.policy.ledger import SHARE
-from forerun.policy.tables import (
+from forerun.policy.policy_tables import (
     CHAINS,
     DECIDING,
     EXTENSIONS,
@@ -47,7 +47,7 @@ FURTHER_ROW = 0.13
 """What a further row adds, as a share."""
 SLOPE_NODES = 8
 """Nodes over which the slope of the cost curve is taken."""
-UNKNOWN = 1e-9
+NO_COST = 1e-9
 """Cost of a part while the seconds of a plain pass are unknown."""
 PLAIN_STEPS_TO_MEASURE = 2
 """Plain steps needed to measure one: drafting evicts the next pass's data from the processor's caches."""
@@ -93,7 +93,7 @@ def begin_times(policy: Policy, unit: float | None) -> None:
     begin_time(times[PASSES], unit or 1.0, LOADED_DOUBT if unit else NOTHING_KNOWN, noise=STEP_NOISE)
     begin_time(times[PREPARING], 1.0, NOTHING_KNOWN)
     for part, seconds, guess in (
-        (DECIDING, FIRST_DECIDING, UNKNOWN), (PROPOSALS, FIRST_PROPOSAL, UNKNOWN), (EXTENSIONS, 0.0, FIRST_EXTENSION)
+        (DECIDING, FIRST_DECIDING, NO_COST), (PROPOSALS, FIRST_PROPOSAL, NO_COST), (EXTENSIONS, 0.0, FIRST_EXTENSION)
     ):  # fmt: skip
         begin_time(times[part], guess, GUESS_DOUBT, LinearCost(1.0 - FURTHER_ROW, FURTHER_ROW))
         policy.seconds[part], times[part].guessed = seconds, 0

@@ -27,8 +27,8 @@ from forerun.policy.calibration import (
     group_of,
     odds_of,
 )
+from forerun.policy.policy_tables import NodeTable, policy_at
 from forerun.policy.step_costs import node_share, scored_cost
-from forerun.policy.tables import NodeTable, policy_at
 
 NOT_JUDGED, ALL_JUDGED, SCORED_JUDGED = range(3)
 """``judged`` of a row."""

@@ -125,6 +125,7 @@ class ServerSettings(BaseSettings):
         return KVMemory(here, int(host), self.kv_folder, file=file)
 
     def limits(self, device: torch.device) -> SchedulerLimits:
+        """Return the scheduler's limits on this device."""
         memory = self.kv_memory or self._part(FREE_MEMORY_FRACTION, free_memory(device), device)
         return SchedulerLimits(int(memory), self.rows, self.waiting, self.step, max(1, len(self.api_keys)))
 

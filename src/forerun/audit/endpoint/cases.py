@@ -99,6 +99,7 @@ class Case:
         return self.body.get("temperature") == 0
 
     def scored(self) -> Json:
+        """Return the body with log-probabilities."""
         return {**self.body, **(LOGPROBS if self.address == "completions" else CHAT_LOGPROBS)}
 
 

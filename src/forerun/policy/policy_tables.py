@@ -41,7 +41,7 @@ TIME = records(
 - ``p00`` to ``p22``: covariance of the scale's logarithm, ``start`` and ``each``.
 """
 
-STEP = records(
+STEP_RECORD = records(
     "waiting drafts tokens closed decodes fades due proposing extending trial costly_trial costly trusted nodes",
     floats="cached plain alone cost_to_go fixed lacks reserved worth expected added passes",
 )
@@ -143,7 +143,7 @@ class Policy(NamedTuple):
     @classmethod
     def allocate(cls, table: CostTable, gains: FloatArray, counts: FloatArray) -> Policy:
         learned = np.zeros(1, ACCOUNT), np.zeros(PREPARING + 1, TIME), np.zeros(PREPARING + 1), gains, counts
-        step, rows = np.zeros(1, STEP), np.zeros(16, ROW)
+        step, rows = np.zeros(1, STEP_RECORD), np.zeros(16, ROW)
         return cls(*learned, *table.curves(1), CalibrationTable.empty(), step, rows, NodeTable.allocate(64))
 
     def clear(self) -> None:
