@@ -49,10 +49,10 @@ def test_what_has_no_parts_is_refused_by_name():
 
 def test_operations_that_succeed_are_logged_once_with_their_arguments():
     cache, logged = Truncating(), list[tuple[Any, ...]]()
-    cache.log = lambda *entry: logged.append(entry)
+    cache.log_to(lambda *entry: logged.append(entry))
     block = Block(np.zeros(4, np.int64), DraftTree.empty(), 0)
     cache.commit(block, [])
     with pytest.raises(ValueError, match="length is 5"):
-        Truncating.truncate(cache, 5)
+        cache.truncate(5)
     cache.truncate(2)
     assert logged == [(cache, "commit", (block, []), None), (cache, "truncate", (2,), None)]

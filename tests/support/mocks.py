@@ -1,6 +1,7 @@
 """A mock target, the slow oracle, and the engine's loop over them: what tests of verification and drafters share."""
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -75,6 +76,7 @@ class MockScorer:
     prompt_chunk = None
     by_tables = False
     device = torch.device("cpu")
+    clock = staticmethod(time.perf_counter)
 
     def __init__(self, target: MockTarget) -> None:
         self.target = target

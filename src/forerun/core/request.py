@@ -166,18 +166,14 @@ class Request:
         """Whether the request has drafts."""
         return self.budget != 0
 
-    def allowed(self, budget: int) -> int:
-        return budget if self.budget is None else min(budget, self.budget)
-
     def forced(self, most: int) -> list[int]:
         """Return up to ``most`` tokens that the sampler's constraint forces."""
         constraint = self.sampler.constraint
         return [] if constraint is None else constraint.forced(self._ids[: self._end], most)
 
     def keep_logprobs(self, tokens: Sequence[int], logits: torch.Tensor, path: Sequence[int]) -> None:
-        """Keep committed tokens' log-probabilities, if requested, by a tree's logits ``[n + 1, V]``."""
-        if self.top_logprobs is None:
-            return
+        """Keep committed tokens' log-probabilities, by a tree's logits ``[n + 1, V]``."""
+        assert self.top_logprobs is not None
         scored = [logits[row] for _, row in zip(tokens, (0, *(node + 1 for node in path)), strict=False)]
         if logits.device.type != "cpu":
             scored = list(torch.stack(scored).cpu())  # one transfer; not yet run on a GPU

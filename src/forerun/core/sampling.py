@@ -223,9 +223,14 @@ class Sampler:
         return Salt.DRAFT if self.method == "rejection" else Salt.TARGET
 
 
+def best_of(logits: torch.Tensor) -> int:
+    """Return the best token of logits ``[V]``, compared in float32 at most, as transformers does."""
+    return highest_of(logits.float() if logits.dtype == torch.float64 else logits)
+
+
 def highest_of(scores: torch.Tensor) -> int:
     """Return the token with the highest score ``[V]``."""
-    if COMPILES and scores.device.type == "cpu" and scores.dtype == torch.float32:
+    if COMPILES and scores.is_cpu and scores.dtype == torch.float32:
         return highest(scores.detach().contiguous().numpy())
     return int(scores.argmax())
 

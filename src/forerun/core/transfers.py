@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from forerun.core.block import RowScores
 from forerun.core.pinned import to_device
 from forerun.core.request import Request
-from forerun.core.sampling import Salt, highest_of, highest_of_rows
+from forerun.core.sampling import Salt, highest_of_rows
 from forerun.core.tree import DraftTree, IntArray
 
 log = logging.getLogger(__name__)
@@ -69,11 +69,6 @@ def _parted(array: IntArray, counts: Sequence[int]) -> list[IntArray]:
 
 
 FloatArray = npt.NDArray[np.float64]
-
-
-def best_of(logits: torch.Tensor) -> int:
-    """Return the best token of logits ``[V]``."""
-    return highest_of(logits.float() if logits.dtype == torch.float64 else logits)
 
 
 def best_of_rows(logits: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,8 @@ from torch.nn.functional import pad
 from forerun.core.block import RowScores
 from forerun.core.origin import Origin
 from forerun.core.request import Request
-from forerun.core.sampling import Salt, draw, uniform
-from forerun.core.transfers import BestTokens, FloatArray, Trial, best_of, choose_rows, elsewhere, tested
+from forerun.core.sampling import Salt, best_of, draw, uniform
+from forerun.core.transfers import BestTokens, FloatArray, Trial, choose_rows, tested
 from forerun.core.tree import ROOT, DraftTree, IntArray
 
 
@@ -66,7 +66,7 @@ def verify(tree: DraftTree, logits: torch.Tensor, request: Request, choices: Int
     Raises ValueError if a tree with ``q`` is not a chain under rejection sampling.
     """
     q = None if tree.q is None else tested(tree, request)
-    if choices is None and elsewhere(logits):
+    if choices is None and not logits.is_cpu:
         choices = choose_rows([tree], [RowScores(logits)], [request])[0].choices
         if choices is None and request.sampler.anywhere:
             logits, q = logits.cpu(), q if q is None else q.cpu()
@@ -122,7 +122,7 @@ class _OneByOne:
     def chances(self, node: int, token: int) -> tuple[float, float]:
         self._p = self._request.scores(self._logits[node]).double().softmax(-1)
         p, q = self._p[token], self._q[node, token]
-        if not elsewhere(p):
+        if p.is_cpu:
             return float(p), float(q)
         both: tuple[float, float] = tuple(torch.stack([p, q.double()]).tolist())
         return both

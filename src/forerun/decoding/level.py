@@ -41,6 +41,7 @@ RETRY_STEPS = 256
 """Steps before a pass over all rows is tried again after one failed."""
 UNLIMITED = 1 << 30
 EMPTY_TREE = DraftTree.empty()
+NOTHING_FETCHED = RowChoices()
 
 CacheFactory = Callable[[Scorer, FullCache], Cache]
 """Makes a row's cache from the level's model and the target's cache of the row."""
@@ -80,7 +81,7 @@ class Level(Source):
         helper: whether the model differs from the target, so that it can always contribute.
         beyond: tokens of a request before which nothing is drafted over the cache.
         reads: how many of a row's cached tokens a pass reads.
-        clock: measures the seconds of a step's parts.
+        clock: measures the seconds of a step's parts; by default the model's.
     """
 
     def __init__(
@@ -94,14 +95,14 @@ class Level(Source):
         helper: bool = False,
         beyond: int = 0,
         reads: Callable[[int], int] = lambda cached: cached,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         for name, value, least in (("nodes", nodes, 0), ("chain", chain, 1)):
             if value < least:
                 raise ValueError(f"{name} is {value}; it must be at least {least}")
         self.model, self.planner, self.limit = model, planner, PassLimit()
         self.helper, self.nodes, self.chain = helper, nodes, chain
-        self._make, self._reads, self._clock = cache, reads, clock
+        self._make, self._reads, self._clock = cache, reads, clock or model.clock
         self._confidence = ChainConfidence()
         self._origin = Origin.MODEL if helper else Origin.SELF
         self.wants = planner.wants
@@ -230,6 +231,8 @@ class Level(Source):
         self, rows: Sequence[Row], trees: Sequence[DraftTree], scored: Sequence[Scored], plain: bool
     ) -> Sequence[RowChoices]:
         """Wait for the pass, so that timings are right, and fetch what verification and the sources need of it."""
+        if isinstance(scored[0], RowScores) and scored[0].logits.is_cpu:
+            return [NOTHING_FETCHED] * len(rows)
         best = self.wants.best if rows and not (plain or rows[0].tentative) else 0
         chances = any(isinstance(row, TrialRow) and row.least > 0 for row in rows)
         return choose_rows(trees, scored, [row.request for row in rows], best, chances)
@@ -240,7 +243,7 @@ class Level(Source):
             if isinstance(scored, Exception):
                 raise scored
             verdict = verify(block.tree, scored.logits, row.request, choices.choices)
-            if not row.tentative:
+            if row.request.top_logprobs is not None and not row.tentative:
                 row.request.keep_logprobs(verdict.tokens, scored.logits, verdict.path)
             states = None if scored.states is None else _kept(scored.states, block, verdict.path)
             row.commit(block, verdict)

@@ -152,7 +152,7 @@ class AdaptivePlanner(Planner):
         super().__init__(trees, costly, chains, confident)
         if costly is not None:
             self.states, costly.trusted = (), False
-        self._clock, self._runtime, self._model, self._small = runtime.clock, runtime, model, small
+        self._clock, self._runtime, self._model, self._small = runtime.clock or model.clock, runtime, model, small
         self._longest, self._beyond, self._stops_early = longest, beyond, stops_early
         self._draft = draft or DraftPasses()
         others = [each for source in (trees, costly) if source is not None for each in source.walk()]

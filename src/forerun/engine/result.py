@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -123,8 +124,7 @@ def feed(
     """Run to the end, passing tokens to a streamer as transformers does: first the prompt, ``[1, t]``, unless the
     streamer has it (None). Raise ValueError for a streamer with more than one request."""
     if streamer is None:
-        for _ in commits:
-            pass
+        deque(commits, 0)
         return
     if len(requests) != 1:
         raise ValueError(f"a streamer supports one sequence; there are {len(requests)}")

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from forerun.core.block import Block
+from forerun.core.origin import Origin
 from forerun.core.tree import DraftTree
 from forerun.decoding.level import Level
 from forerun.decoding.planner import StepTimes
@@ -147,7 +148,8 @@ class DecodingStep:
         began = time.perf_counter()
         limits, prompts = list[int](), sum(reading.values())
         for row in decoding:
-            limits.append(row.request.allowed(min(self.budget, budgets.get(row.request.id, self.budget))))
+            own, allowed = row.request.budget, min(self.budget, budgets.get(row.request.id, self.budget))
+            limits.append(allowed if own is None else min(allowed, own))
             prompts += 0 if row.begun else len(row.pending)
         chunks = [(row, row.prompt_block(tokens)) for row, tokens in reading.items()]
         outcomes, times = self.level.step(decoding, limits, chunks, self.closed)
@@ -159,6 +161,7 @@ class DecodingStep:
                 continue
             nodes, verdict, took = len(outcome.tree.tokens), outcome.verdict, row.stepped(times, seconds)
             others += nodes
-            commits.append(Commit(row.request, verdict.tokens, len(verdict.path), nodes, outcome.origins, took))
+            origins = outcome.origins if verdict.path else [int(Origin.TARGET)] * len(verdict.tokens)
+            commits.append(Commit(row.request, verdict.tokens, len(verdict.path), nodes, origins, took))
         self.seconds.add(*times, prompts / max(prompts + others, 1))
         return commits + [Commit(row.request, [], 0) for row in reading if row.request.error is not None]

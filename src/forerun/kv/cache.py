@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import mmap
 import sys
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,6 +81,7 @@ class Addresses:
     Attributes:
         layers: addresses of the keys and values of each layer that has any, int64 ``[layers, 2]``.
         place: index of the block's first token in this memory. The block sees all tokens before it.
+        position: that token's position for the model.
         topk: ``TopkFields`` by layer, int64, with 0 in the fields that depend on the pass; None if queries select no
             chunks.
     """
@@ -87,6 +89,7 @@ class Addresses:
     layers: IntArray
     strides: tuple[int, int, int, int]
     place: int
+    position: int
     topk: IntArray | None = None
 
 
@@ -104,14 +107,13 @@ class Cache(ABC):
     """The cache that a sparse view reads, if this is one."""
     synced: int = 0
     """Tokens that a view's source had committed at the last ``sync``; later ones are speculative."""
-    log: OperationLog | None = None
-    """Called after each outermost of ``CACHE_OPERATIONS``, so that a cache in another process can repeat it."""
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
+    def log_to(self, log: OperationLog) -> None:
+        """Call ``log`` after each outermost of ``CACHE_OPERATIONS``, so that a cache in another process can repeat
+        it."""
+        under_way = list[str]()
         for name in CACHE_OPERATIONS:
-            if name in vars(cls):
-                setattr(cls, name, _logged(vars(cls)[name]))
+            setattr(self, name, partial(_logged, weakref.ref(self), name, log, under_way))
 
     @property
     def full(self) -> FullCache | None:
@@ -206,22 +208,17 @@ class Cache(ABC):
         return shape.nbytes * tokens
 
 
-def _logged(operation: Callable[..., Any]) -> Callable[..., Any]:
-
-    @functools.wraps(operation)
-    def run(self: Cache, *arguments: Any) -> Any:
-        log = self.log
-        if log is None:
-            return operation(self, *arguments)
-        self.log = None
-        try:
-            result = operation(self, *arguments)
-        finally:
-            self.log = log
-        log(self, operation.__name__, arguments, result)
-        return result
-
-    return run
+def _logged(held: weakref.ref[Cache], name: str, log: OperationLog, under_way: list[str], *arguments: Any) -> Any:
+    cache = held()
+    assert cache is not None
+    under_way.append(name)
+    try:
+        result = getattr(type(cache), name)(cache, *arguments)
+    finally:
+        under_way.pop()
+    if not under_way:
+        log(cache, name, arguments, result)
+    return result
 
 
 def append(rows: Rows | None, new: Rows, held: int, capacity: int, first: int = 0) -> Rows:
@@ -253,13 +250,13 @@ def stacked(likes: Iterable[Rows], room: int) -> torch.Tensor | None:
     return first.new_empty(len(rows), 2, first.shape[1], room, first.shape[3])
 
 
-def addresses_of(rows: Sequence[Rows], index: int, topk: IntArray | None = None) -> Addresses | None:
+def addresses_of(rows: Sequence[Rows], index: int, position: int, topk: IntArray | None = None) -> Addresses | None:
     """Return where kernels find each layer's keys and values; None if strides differ, as after a failed pass."""
     keys, values = rows[0]
     if any(k.stride() != keys.stride() or v.stride() != values.stride() for k, v in rows):
         return None
     found = np.array([[k.data_ptr(), v.data_ptr()] for k, v in rows], np.int64)
-    return Addresses(found, (*head_rows(keys)[1:], *head_rows(values)[1:]), index, topk)
+    return Addresses(found, (*head_rows(keys)[1:], *head_rows(values)[1:]), index, position, topk)
 
 
 def compact(rows: Rows, start: int, path: Sequence[int]) -> None:
@@ -306,7 +303,7 @@ def _page(address: int) -> int:
     return address // mmap.PAGESIZE * mmap.PAGESIZE
 
 
-@functools.cache
+@cache
 def _madvise() -> Callable[[int, int, int], int]:
     found = ctypes.CDLL(None, use_errno=True).madvise
     found.argtypes, found.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int

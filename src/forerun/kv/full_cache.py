@@ -153,7 +153,7 @@ class FullCache(Cache):
         store = self.reserve(layers, like, count)
         width = store.element_size()
         head, row = store.stride(2) * width, store.stride(3) * width
-        return Addresses(self.addresses, (head, row, head, row), self.length)
+        return Addresses(self.addresses, (head, row, head, row), self.length, self.length)
 
     def fetch_layer(self, layer: int, count: int) -> Rows:
         """Return a layer's rows on the device, with room for ``count`` tokens after the committed ones."""
@@ -189,7 +189,7 @@ class FullCache(Cache):
             parts = [(self._store.flatten(0, 2)[None],)] if self._store is not None else self._layers.values()
             for rows in parts:
                 compact(rows, start, path)
-        if self._recurrent:
+        if self._recurrent.inputs:
             self._recurrent.commit(block, path)
         self.length = start + len(path)
         if self.releases and self.length >= self._full_at:
@@ -211,10 +211,10 @@ class FullCache(Cache):
     def truncate(self, length: int) -> None:
         if not 0 <= length <= self.length:
             raise ValueError(f"length is {length}; it must be between 0 and {self.length}")
-        if self._recurrent:
+        if self._recurrent.inputs:
             length = self._recurrent.truncate(length)
         if length < self.least:
-            length = self._recurrent.truncate(0) if self._recurrent else 0
+            length = self._recurrent.truncate(0) if self._recurrent.inputs else 0
             self._keeps_all_from(0)
         if length < self.length:
             self.queries = {}
@@ -247,7 +247,7 @@ class FullCache(Cache):
         count = {keys.shape[2] for keys, _ in layers.values()}
         if len(count) != 1 or (self._layers and set(layers) != set(self._layers)):
             raise ValueError("every layer needs keys and values of the same number of tokens")
-        if self._recurrent:
+        if self._recurrent.inputs:
             raise ValueError("keys and values alone cannot extend a cache with recurrent layers")
         for layer, (keys, values) in layers.items():
             self.append(layer, keys, values)

@@ -171,7 +171,7 @@ class LowRankCache(ChunkedView):
             return None
         place = self.near
         near = [self._reserve(layer, self._near[layer], place, place + count) for layer in layers]
-        return addresses_of(near, place, self._topk_table(layers, source))
+        return addresses_of(near, place, self.length, self._topk_table(layers, source))
 
     def _topk_table(self, layers: Sequence[int], source: Addresses) -> IntArray:
         """Return ``TopkFields`` by layer, cached until the index or the source's memory may move."""

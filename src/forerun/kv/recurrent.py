@@ -117,17 +117,14 @@ class RecurrentStates:
         self.length = 0
         self._origin = 0  # where the states are zeros
         self._position = 0  # tokens in the states
-        self._inputs: dict[Key, _Inputs] = {}
+        self.inputs: dict[Key, _Inputs] = {}
+        """Empty until a pass has used it."""
         self._states: dict[int, _State] = {}
         self._snapshots: dict[int, dict[Key, torch.Tensor]] = {}
         self._spacing = SNAPSHOT_TOKENS
         self._turns: frozenset[int] = frozenset()  # where messages start, as multiples of SNAPSHOT_TOKENS
         self._owned = False  # whether nothing else refers to the states
         self._plan: _BlockPlan | None = None
-
-    def __bool__(self) -> bool:
-        """Return whether a pass has used it."""
-        return bool(self._inputs)
 
     def keep_at(self, positions: Sequence[int]) -> None:
         """Keep snapshots at the first and last of these positions, in place of some at equal distances."""
@@ -154,9 +151,9 @@ class RecurrentStates:
 
     def _convolved(self, layer: int, before: int, like: torch.Tensor) -> _Inputs:
         key = layer, CONVOLUTION_KIND
-        if key not in self._inputs:
-            self._inputs[key] = _Inputs.after(like.new_zeros(before, like.shape[1]), self.length)
-        return self._inputs[key]
+        if key not in self.inputs:
+            self.inputs[key] = _Inputs.after(like.new_zeros(before, like.shape[1]), self.length)
+        return self.inputs[key]
 
     def advance(self, layer: int, shape: GatedShape, rows: torch.Tensor, q: torch.Tensor, block: Block) -> torch.Tensor:
         """Compute a recurrence over the block, ``[n, heads, out_dim]``; see ``gated_states.run_states``."""
@@ -164,7 +161,7 @@ class RecurrentStates:
         state = self._states.setdefault(layer, _State())
         state.model_dtype = state.model_dtype or q.dtype
         check_type(state.model_dtype, q.dtype)
-        inputs = self._inputs.setdefault(key, _Inputs.after(rows[:0], self.length))
+        inputs = self.inputs.setdefault(key, _Inputs.after(rows[:0], self.length))
         inputs.append(rows, self._position, self.length)
         saved = state.memory(len(plan.saved), q, shape)
         read = inputs.part(self._position, self.length + len(block))
@@ -182,7 +179,7 @@ class RecurrentStates:
             raise ValueError("the states can only keep tokens of the last pass")
         if list(path) != list(range(len(path))):
             nodes = torch.tensor(path) + end
-            for inputs in self._inputs.values():
+            for inputs in self.inputs.values():
                 inputs.part(end, end + len(path)).copy_(inputs.rows[nodes - inputs.first])
         for position in plan.saved:
             if position % SNAPSHOT_TOKENS == 0:
@@ -202,7 +199,7 @@ class RecurrentStates:
         self._plan, length = None, min(length, self.length)
         if length < self._position:
             snapshot = max((position for position in self._snapshots if position <= length), default=self._origin)
-            if any(inputs.first > snapshot - inputs.before for inputs in self._inputs.values()):
+            if any(inputs.first > snapshot - inputs.before for inputs in self.inputs.values()):
                 length = snapshot  # some inputs after it are gone
             if length == self._origin:
                 self.blank(length)
@@ -222,11 +219,11 @@ class RecurrentStates:
         fork = RecurrentStates()
         fork.length, fork._position = self.length, self._position
         fork._origin, fork._spacing, fork._turns = self._origin, self._spacing, self._turns
-        fork._inputs = {
+        fork.inputs = {
             key: _Inputs(
                 inputs.part(first := self._position - inputs.before, self.length).clone(), first, inputs.before
             )
-            for key, inputs in self._inputs.items()
+            for key, inputs in self.inputs.items()
         }
         fork._states = {
             layer: _State(state.now, model_dtype=state.model_dtype) for layer, state in self._states.items()
@@ -262,7 +259,7 @@ class RecurrentStates:
     @property
     def nbytes(self) -> int:
         """Bytes held, except those shared with others."""
-        held = [inputs.rows for inputs in self._inputs.values()]
+        held = [inputs.rows for inputs in self.inputs.values()]
         held += [t for state in self._states.values() for t in (state.now, state.spare) if t is not None]
         held += [t for position, each in self._snapshots.items() if position != self._position for t in each.values()]
         return sum(t.nbytes for t in held)
@@ -270,7 +267,7 @@ class RecurrentStates:
     @property
     def max_bytes(self) -> int:
         """Upper bound of a row's bytes, for a model that has made a pass with it."""
-        inputs = sum(each.rows[:1].nbytes for each in self._inputs.values()) * (MAX_INPUTS + KEPT_INPUTS)
+        inputs = sum(each.rows[:1].nbytes for each in self.inputs.values()) * (MAX_INPUTS + KEPT_INPUTS)
         states = sum(next(iter(state.saved.values())).nbytes for state in self._states.values() if state.saved)
         return inputs + states * (MAX_SNAPSHOTS + 5)
 
@@ -298,10 +295,10 @@ class RecurrentStates:
     def clear(self) -> None:
         self.length = self._position = self._origin = 0
         self._spacing, self._turns, self._owned, self._plan = SNAPSHOT_TOKENS, frozenset(), False, None
-        self._inputs, self._states, self._snapshots = {}, {}, {}
+        self.inputs, self._states, self._snapshots = {}, {}, {}
 
     def _windows(self, position: int) -> dict[Key, torch.Tensor]:
-        return {key: inputs.window(position) for key, inputs in self._inputs.items() if key[1] == CONVOLUTION_KIND}
+        return {key: inputs.window(position) for key, inputs in self.inputs.items() if key[1] == CONVOLUTION_KIND}
 
     def _restore(self, position: int, length: int) -> None:
         """Return to a snapshot, or to zeros; inputs are replaced if none are replayed from there."""
@@ -312,7 +309,7 @@ class RecurrentStates:
                 before = self._states.get(layer)
                 self._states[layer] = _State(t, model_dtype=None if before is None else before.model_dtype)
             if position == length:
-                self._inputs[layer, kind] = _Inputs.after(t[:0, 0] if kind == STATE_KIND else t, length)
+                self.inputs[layer, kind] = _Inputs.after(t[:0, 0] if kind == STATE_KIND else t, length)
         self.length, self._position, self._owned = length, position, False
 
 

@@ -184,8 +184,8 @@ class RetrievalCache(ChunkedView):
         held = self._place(self.length)
         self._reserve(held + count)
         if self._where is None:
-            self._where = addresses_of([self._rows[layer] for layer in layers], 0)
-        return None if self._where is None else replace(self._where, place=held)
+            self._where = addresses_of([self._rows[layer] for layer in layers], 0, 0)
+        return None if self._where is None else replace(self._where, place=held, position=self.length)
 
     def _compact(self, start: int, path: Sequence[int]) -> None:
         every = self._rows.values() if self._store is None else [(self._store.flatten(0, 1),)]

@@ -128,7 +128,7 @@ class StreamingCache(Cache):
         held, end, capacity = self._held, self._held + count, self._capacity(count)
         for layer in layers:
             self._layers[layer] = reserve(self._layers.get(layer), (like, like), held, end, capacity)
-        return addresses_of([self._layers[layer] for layer in layers], held)
+        return addresses_of([self._layers[layer] for layer in layers], held, self.position)
 
     def next_read(self, goal: int) -> int:
         """Prefill the sinks, then skip to the last ``window`` tokens before ``goal``."""

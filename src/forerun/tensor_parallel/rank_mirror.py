@@ -50,7 +50,7 @@ class RankMirror:
             raise ValueError(f"this cache holds {cache.length} tokens that other ranks lack; use an empty one")
         kind, values = parts_of(cache)
         self.note("make", self._number(cache), kind, values)
-        cache.log = self._log
+        cache.log_to(self._log)
 
     def _log(self, cache: Cache, operation: str, arguments: tuple[Any, ...], result: object) -> None:
         number = self._number(result) if isinstance(result, SharedPrefix) else None

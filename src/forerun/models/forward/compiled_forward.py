@@ -108,6 +108,7 @@ class Decoder:
         self.inner = self.layers[0].down.module.in_features
         self.inputs = torch.empty(0, self.hidden, dtype=torch.float32)
         """Empty inputs of convolutions; see ``RecurrentStates.history``."""
+        self.scales_logits = parts.logits_scaling != 1.0 or parts.logits_softcap is not None
         self.positions = 0
         longest = max(self.hidden, self.inner, self.heads.heads * self.heads.dim)
         self._words = longest if as_stored(self.head.module) else longest * self.width // 4

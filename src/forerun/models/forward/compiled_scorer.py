@@ -80,7 +80,7 @@ class CompiledScorer(Scorer):
         rows: Sequence[Addresses],
         layers: tuple[int, ...],
     ) -> PassResult:
-        places, positions = [row.place for row in rows], [cache.position for cache in caches]
+        places, positions = [row.place for row in rows], [row.position for row in rows]
         packed = PackedPass(blocks, decoder.heads, torch.get_num_threads(), places, positions)
         tables = [row.topk for row in rows if row.topk is not None]
         topk = TopkTables(packed, tables) if tables else None
@@ -101,7 +101,8 @@ class CompiledScorer(Scorer):
         fields = packed.fields([row.strides for row in rows], topk)
         compiled.program.run(packed.threads, y=logits.data_ptr(), **memory, **fields)
         self._hand_over_queries(decoder, compiled, packed, caches, keeps)
-        return PassResult(decoder.finished(logits), compiled.states[: packed.n].clone() if layers else None)
+        logits = decoder.finished(logits) if decoder.scales_logits else logits
+        return PassResult(logits, compiled.states[: packed.n].clone() if layers else None)
 
     def _run_by_layers(
         self, decoder: Decoder, blocks: Sequence[Block], caches: Sequence[FullCache], states_of: tuple[int, ...]

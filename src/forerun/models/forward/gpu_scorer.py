@@ -24,6 +24,7 @@ from forerun.core.block import Block
 from forerun.core.fairness import FairLock
 from forerun.core.transfers import adjoined, present
 from forerun.core.tree import DraftTree, IntArray
+from forerun.core.work_clock import work_seconds
 from forerun.kernels.attention.attention import AttentionSpec, Rows, contiguous_numbers
 from forerun.kernels.gpu import attend, token_choice
 from forerun.kernels.gpu.linear import GPU_LINEAR_DTYPES
@@ -217,6 +218,8 @@ class Transfers(NamedTuple):
 class GpuScorer(Scorer):
     """A scorer for a model on a GPU, with Triton installed."""
 
+    clock = staticmethod(work_seconds)
+
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         self._read_model()
@@ -224,6 +227,7 @@ class GpuScorer(Scorer):
     def _read_model(self) -> None:
         self._memory: TableMemory | None = None
         self._program = GpuProgram.of(self.model)
+        self.by_tables = self._program.layers is not None
         self.prompt_chunk = None if self._program.decoder is None else PROMPT_CHUNK_TOKENS
         super()._read_model()
 
@@ -235,10 +239,6 @@ class GpuScorer(Scorer):
     def recordings(self) -> int:
         """Number of recorded passes, over all scorers of the model."""
         return sum(len(graphs.keys) for graphs in self._program.graphs.values())
-
-    @property
-    def by_tables(self) -> bool:
-        return self._program.layers is not None
 
     @torch.inference_mode()
     def warm_up(self, states_of: tuple[int, ...] = ()) -> None:

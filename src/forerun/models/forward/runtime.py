@@ -22,7 +22,6 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from forerun.core.work_clock import work_seconds
 from forerun.models.forward import static_lists
 from forerun.models.forward.exactness import LEVELS, Exactness, probe
 from forerun.models.forward.fingerprint import of_results, unknowable_code
@@ -214,7 +213,7 @@ class Runtime:
     Tests use one with fixed answers, for reproducible drafting. A runtime equals only itself.
 
     Attributes:
-        clock: returns seconds; by default without those in which passes are recorded.
+        clock: returns seconds; by default the scorer's own.
         exactness: determines whether drafts can change a model's bits; called with the scorer, its position limit, and
             whether keys and values may be off the device.
         self_test: tests whether a scorer's logits are the model's own; called with the scorer and the test.
@@ -222,7 +221,7 @@ class Runtime:
         static_lists: likely successors of single tokens, for drafts from the trie.
     """
 
-    clock: Callable[[], float] = work_seconds
+    clock: Callable[[], float] | None = None
     costs: Callable[[Scorer], CostCurve] = _startup.costs
     exactness: Callable[[Scorer, int | None, bool], Exactness] = _startup.exactness
     self_test: SelfTest = _startup.self_test

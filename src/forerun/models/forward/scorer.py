@@ -8,6 +8,7 @@ rows apart. Outside of a pass, and in other threads, a model keeps its attention
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -220,6 +221,12 @@ class PassResult(NamedTuple):
 class Scorer:
     """A model that ``gate`` admits, scoring blocks of tokens over caches that come with each call."""
 
+    by_tables = False
+    """Whether passes use tables of addresses on the device. Then they accept token ids that the CPU does not have
+        yet (see ``Block``), and rows that are partly offloaded sum in the same order as others."""
+    clock = staticmethod(time.perf_counter)
+    """Returns seconds, without those of one-time work in passes."""
+
     def __init__(self, model: PreTrainedModel, kv_dtype: torch.dtype | None = None) -> None:
         self.model, self.kv_dtype = model, kv_dtype
         self._lock = FairLock()
@@ -294,12 +301,6 @@ class Scorer:
 
     def reads_whole(self, cache: Cache) -> bool:
         """Return whether a prompt is prefilled in one pass, so that offloaded layers are written once."""
-        return False
-
-    @property
-    def by_tables(self) -> bool:
-        """Whether passes use tables of addresses on the device. Then they accept token ids that the CPU does not have
-        yet (see ``Block``), and rows that are partly offloaded sum in the same order as others."""
         return False
 
     def warm_up(self, states_of: tuple[int, ...] = ()) -> None:
