@@ -41,6 +41,8 @@ class Device(TorchFunctionMode):
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
         if func == torch.Tensor.device.__get__:
             return PLACE if isinstance(args[0], Away) else func(*args, **kwargs)
+        if func == torch.Tensor.is_cpu.__get__:
+            return not isinstance(args[0], Away)
         given = _tensors([*args, *kwargs.values()])
         away = any(isinstance(each, Away) for each in given)
         if name == "to" and isinstance(args[1], torch.device):
