@@ -116,28 +116,29 @@ def test_a_process_that_cannot_be_started_leaves_its_place(pool, monkeypatch):
     asyncio.run(asyncio.wait_for(pool.prepare(schema, "a", "a/x"), 60))
 
 
-def test_a_wrong_schema_has_its_own_reason(pool):
-    with pytest.raises(SchemaError, match="cannot be used"):
-        asyncio.run(pool.prepare(json_schema({"type": "string", "pattern": "["}), "a", "a/x"))
+TEXT = r"the schema has a text of .* characters; 2,000 are the most"
+REMAINDERS = r"multipleOf has [0-9,]+ remainders in all; 50,000 are the most"
+"""They would take minutes to compile."""
 
 
-@pytest.mark.parametrize("schema", [
-    {"const": "x" * 3_000}, {"enum": ["a", "x" * 3_000]}, {"type": "string", "pattern": "^a{60000}$"},
-    {"type": "string", "pattern": "^(a{100}){100}$"},
-    {"type": "array", "items": {"const": 7}, "minItems": 20_000},
-    {"type": "object", "properties": {"x" * 3_000: {"type": "null"}}},
+@pytest.mark.parametrize(("said", "schema"), [
+    (TEXT, {"const": "x" * 3_000}), (TEXT, {"enum": ["a", "x" * 3_000]}),
+    (TEXT, {"type": "string", "pattern": "^a{60000}$"}), (TEXT, {"type": "string", "pattern": "^(a{100}){100}$"}),
+    (TEXT, {"type": "array", "items": {"const": 7}, "minItems": 20_000}),
+    (TEXT, {"type": "object", "properties": {"x" * 3_000: {"type": "null"}}}),
+    *((REMAINDERS, {"type": "number", "multipleOf": divisor}) for divisor in (9_999_991, 1e6, 49_999.5)),
 ])  # fmt: skip
-def test_a_long_text_that_a_schema_spells_out_is_refused(grammars, schema):
-    nested = {"type": "object", "properties": {"a": {"type": "integer"}, "b": schema}, "required": ["a", "b"]}
+def test_long_texts_and_divisors_of_a_schema_are_refused(grammars, said, schema):
+    nested = {"type": "object", "properties": {"a": [{"type": "integer"}], "b": schema}, "required": ["a", "b"]}
     for each in (schema, nested):
-        with pytest.raises(SchemaError, match=r"the schema has a text of .* characters; 2,000 are the most"):
+        with pytest.raises(SchemaError, match=said):
             grammars.of(json_schema(each))
 
 
-def test_a_property_may_be_called_like_a_keyword(grammars):
+def test_a_property_may_be_called_like_a_keyword_and_a_divisor_may_be_small(grammars):
     long = {"type": "object", "properties": {f"field_{n}": {"type": "string"} for n in range(99)}}
     schema = {"type": "object", "properties": {"const": long, "enum": {"type": "null"}, "pattern": {"const": 1}}}
-    assert grammars.of(json_schema(schema)) is not None
+    assert grammars.of(json_schema(schema)) and grammars.of(json_schema({"type": "number", "multipleOf": 0.25}))
 
 
 def test_a_run_that_turns_out_long_ends_the_text(grammars, monkeypatch):
@@ -195,7 +196,9 @@ def test_drafts_do_without_masks_when_the_time_of_their_step_is_over(grammars, m
 
 
 @pytest.mark.skipif(os.name != "posix", reason="limits of memory are POSIX's")
-def test_a_schema_that_takes_too_much_memory_is_refused(pool, monkeypatch):
+def test_a_wrong_schema_has_its_own_reason_and_one_that_takes_too_much_memory_is_refused(pool, monkeypatch):
+    with pytest.raises(SchemaError, match="cannot be used"):
+        asyncio.run(pool.prepare(json_schema({"type": "string", "pattern": "["}), "a", "a/x"))
     monkeypatch.setattr(grammar_pool, "COMPILE_BYTES", 1 << 20)
     with pytest.raises(SchemaError, match="compiling it needs more than"):
         asyncio.run(pool.prepare(expensive(16), "a", "a/x"))
