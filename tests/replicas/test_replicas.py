@@ -5,9 +5,7 @@ import gc
 import json
 import os
 import signal
-import socket
 import subprocess
-import sys
 import time
 import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -20,7 +18,8 @@ import httpx
 import numpy as np
 import pytest
 from starlette.types import Message
-from support.live_server import PATIENCE
+from support.commands import start
+from support.live_server import PATIENCE, free_socket, ready
 
 from forerun.core.request import Request
 from forerun.replicas import cluster
@@ -432,40 +431,26 @@ def test_settings_that_replicas_do_not_have_are_refused(wrong, says):
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Two replicas of the bundled model; the address."""
     pytest.importorskip("ray", reason="Ray is not installed")
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
+    with free_socket() as one:
         port = one.getsockname()[1]
     folder = tmp_path_factory.mktemp("kept")
-    command = [sys.executable, "-m", "forerun.cli", "serve", "--ray", "--replicas", "2", "--port", str(port)]
-    command += ["--kv-memory", "256MiB", "--kv-store", str(folder), "--rows", "4"]
+    command = ("serve", "--ray", "--replicas", 2, "--port", port, "--kv-memory", "256MiB", "--kv-store", folder)
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    log = folder.with_suffix(".log").open("w+")
-    served = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True)
-    try:
-        address = f"http://127.0.0.1:{port}"
-        until(lambda: served.poll() is not None or answers(address), log.name)
-        assert served.poll() is None, Path(log.name).read_text()
-        yield address
+    log = folder.with_suffix(".log")
+    how = {"env": environment, "stdout": log.open("w"), "stderr": subprocess.STDOUT}
+    with how["stdout"], start(*command, "--rows", 4, **how) as served:
+        until(lambda: served.poll() is not None or ready(port), log)
+        assert served.poll() is None, log.read_text()
+        yield f"http://127.0.0.1:{port}"
         served.send_signal(signal.SIGINT)
-        assert served.wait(PATIENCE) == 0, Path(log.name).read_text()
-    finally:
-        served.kill()
-        served.wait()
-        log.close()
+        assert served.wait(PATIENCE) == 0, log.read_text()
 
 
-def until(true: Any, log: str = "") -> None:
+def until(true: Any, log: Path | None = None) -> None:
     end = time.monotonic() + 2 * PATIENCE  # Ray starts a dozen processes
     while not true():
-        assert time.monotonic() < end, Path(log).read_text() if log else "too late"
+        assert time.monotonic() < end, log.read_text() if log else "too late"
         time.sleep(0.1)
-
-
-def answers(address: str) -> bool:
-    try:
-        return httpx.get(f"{address}/ready", timeout=PATIENCE).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def complete(address: str, prompt: str, tokens: int = 24, **more: Any) -> httpx.Response:

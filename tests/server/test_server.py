@@ -2,12 +2,9 @@
 
 import importlib.util
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +16,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from support.commands import start
 from support.live_server import (
     ASKED,
     PATIENCE,
@@ -29,6 +27,7 @@ from support.live_server import (
     error_of,
     free_socket,
     ready,
+    sampled,
     serving,
     streamed,
     text_of,
@@ -61,10 +60,6 @@ engine, server = serving(engine={"prefix_cache": 1 << 26}, request_bytes=100_000
 def alone(engine: Engine, prompt: Any, **options: Any) -> str:
     """The text of the engine by itself, which learns nothing of it."""
     return engine.generate(prompt, namespace="alone", **{"max_new_tokens": NEW, **options}).texts[0]
-
-
-def sampled(seed: int, temperature: float = 1.0, top_p: float = 1.0) -> Json:
-    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0, "seed": seed}
 
 
 def test_a_completion_is_the_engines_text(engine, server):
@@ -182,12 +177,6 @@ def test_eight_clients_at_once_each_get_the_text_they_get_alone(engine, server):
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(ask, range(8))) == wanted
     server.wait_idle()
-
-
-@pytest.mark.parametrize("body", [b'{"model": ', b"[" * 9_000, b"\xff\xfe{}", b"[]", b"", b'{"n": NaN}', b"1" * 9_000])
-def test_what_is_no_request_is_refused(server, body):
-    answer = server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
-    assert error_of(answer, 400)["type"] == "invalid_request_error"
 
 
 def test_errors_reach_the_client_as_its_own(server):
@@ -396,7 +385,10 @@ def test_flags_come_before_the_environment_and_that_before_the_file(tmp_path, mo
     assert (told.kv_store, told.kv_store_limit) == (Path("kept"), None)
     assert told.served_name == "small" and "x" not in str(told.api_keys)
     monkeypatch.setenv("FORERUN_API_KEYS", "a, b")
-    assert [key.get_secret_value() for key in read_settings({}, file).api_keys] == ["a", "b"]
+    monkeypatch.setenv("FORERUN_WARM", "a.txt, b.jsonl")
+    told = read_settings({}, file)
+    assert [key.get_secret_value() for key in told.api_keys] == ["a", "b"]
+    assert told.warm == (Path("a.txt"), Path("b.jsonl"))
     file.write_text("prot = 1\n")
     with pytest.raises(ValueError, match="prot"):
         read_settings({}, file)
@@ -426,11 +418,8 @@ def test_the_pages_example_runs(server, capsys):
 def test_the_command_serves_until_it_is_told_to_end(number, tmp_path):
     with free_socket() as one:
         port = one.getsockname()[1]
-    command = [sys.executable, "-m", "forerun.cli", "serve", "--port", str(port), "--kv-memory", "1GiB", "--drain", "1"]
-    command += ["--index", str(tmp_path), "--index-interval", "3600"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    served = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
+    command = ("serve", "--port", port, "--kv-memory", "1GiB", "--drain", 1, "--index", tmp_path)
+    with start(*command, "--index-interval", 3600, text=True) as served:
         until(lambda: served.poll() is not None or ready(port))
         asked: Json = {"model": "bundled", "prompt": "Hi", "max_tokens": 4000, "n": 4, "stream": True}
         with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=asked, timeout=PATIENCE) as stream:
@@ -440,9 +429,6 @@ def test_the_command_serves_until_it_is_told_to_end(number, tmp_path):
             *_, last, empty = lines
             assert not empty and json.loads(last.removeprefix("data: "))["error"]["code"] == "closing"
         out, told = served.communicate(timeout=PATIENCE)
-    finally:
-        served.kill()
-        served.wait()
     assert served.returncode == 0, told
     assert out == "" and "Traceback" not in told
     assert f"the page is at http://127.0.0.1:{port}/" in told and "1.0 GiB for keys and values" in told
