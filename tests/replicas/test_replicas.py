@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock, call
 
 import httpx
 import numpy as np
@@ -149,12 +150,8 @@ def test_texts_are_learned_in_slices_for_which_streams_wait_only_shortly():
     exchange, learned, half = Exchange(), list[list[list[int]]](), [7] * (LEARNED_TOKENS // 2)
     exchange.trade("two", [text(*half), text(*half), text(3), text(*half * 3), text(4)], 0, "")
     client_of(exchange, lambda _, rows: learned.append(rows)).trade_once()
-    assert [[len(row) / len(half) for row in rows] for rows in learned] == [
-        [1, 1],
-        [1 / len(half)],
-        [3],
-        [1 / len(half)],
-    ]
+    one = 1 / len(half)
+    assert [[len(row) / len(half) for row in rows] for rows in learned] == [[1, 1], [one], [3], [one]]
 
 
 def ended(*tokens: int, **more: Any) -> Request:
@@ -178,17 +175,12 @@ def test_a_trader_hands_in_what_ended_and_learns_what_is_new():
 
 
 def test_texts_that_cannot_be_learned_do_not_end_the_trade(caplog):
-    exchange, learned = Exchange(), []
-
-    def learn(namespace: str, sequences: list[list[int]]) -> None:
-        learned.append(sequences)
-        raise LookupError("broken")
-
+    exchange, learn = Exchange(), Mock(side_effect=LookupError("broken"))
     trader = client_of(exchange, learn, 0.01)
     trader.start()
     for token in (1, 2):
         exchange.trade("two", [text(token)], 0, "")
-        until(lambda token=token: learned[-1:] == [[[token]]])
+        until(lambda token=token: learn.call_args == call("a/default", [[token]]))
     trader.close()
     assert "not indexed" in caplog.text
 
@@ -393,11 +385,8 @@ def test_an_application_hears_that_nobody_listens_any_more():
 
 
 def test_an_applications_failure_is_raised():
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        raise LookupError("broken")
-
     with pytest.raises(LookupError, match="broken"):
-        served(app)
+        served(AsyncMock(side_effect=LookupError("broken")))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -42,14 +43,8 @@ def expensive(patterns: int) -> Json:
 def test_a_schema_that_compiles_for_minutes_is_refused_in_seconds_and_its_process_killed(pool, monkeypatch):
     monkeypatch.setattr(grammar_pool, "COMPILE_SECONDS", 1)
     monkeypatch.setattr(grammar_pool, "COMPILE_WALL_SECONDS", 600.0)
-    workers: list[Any] = []
-
-    class Noted(grammar_pool._Worker):
-        def __init__(self, grammars: Grammars) -> None:
-            workers.append(self)
-            super().__init__(grammars)
-
-    monkeypatch.setattr(grammar_pool, "_Worker", Noted)
+    workers, new = list[Any](), grammar_pool._Worker
+    monkeypatch.setattr(grammar_pool, "_Worker", lambda grammars: workers.append(new(grammars)) or workers[-1])
 
     async def ask() -> int:
         attack, turns = asyncio.ensure_future(pool.prepare(expensive(40), "a", "a/x")), 0
@@ -83,14 +78,7 @@ def test_the_end_does_not_wait_for_a_schema(grammars):
 
 def test_a_tenant_has_few_places_and_equal_schemas_share_one(pool, grammars, monkeypatch):
     monkeypatch.setattr(grammar_pool, "TENANT_SCHEMAS", 2)
-    compiled: list[str] = []
-    of = grammars.of
-
-    def counted(response_format: Any, namespace: str = "default") -> Any:
-        compiled.append(namespace)
-        return of(response_format, namespace)
-
-    monkeypatch.setattr(grammars, "of", counted)
+    monkeypatch.setattr(grammars, "of", Mock(wraps=grammars.of))
 
     async def ask() -> list[Any]:
         one, two, three = (json_schema({"type": "string", "maxLength": length}) for length in (1, 2, 3))
@@ -100,16 +88,14 @@ def test_a_tenant_has_few_places_and_equal_schemas_share_one(pool, grammars, mon
 
     told = asyncio.run(ask())
     assert [type(each) for each in told] == [type(None)] * 3 + [ApiError, type(None)]
-    assert told[3].status == 429 and sorted(compiled) == ["a/x", "a/x", "b/x"]
+    compiled = sorted(asked.args[1] for asked in grammars.of.call_args_list)
+    assert told[3].status == 429 and compiled == ["a/x", "a/x", "b/x"]
 
 
 def test_a_process_that_cannot_be_started_leaves_its_place(pool, monkeypatch):
-    def fail(*given: Any, **options: Any) -> Any:
-        raise OSError("no more processes")
-
     schema = json_schema({"type": "string"})
     with monkeypatch.context() as patch:
-        patch.setattr(grammar_pool.subprocess, "Popen", fail)
+        patch.setattr(grammar_pool.subprocess, "Popen", Mock(side_effect=OSError("no more processes")))
         for _ in range(grammar_pool.COMPILING_PROCESSES + 1):
             with pytest.raises(OSError, match="no more processes"):
                 asyncio.run(pool.prepare(schema, "a", "a/x"))

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import httpx
 import numpy as np
@@ -206,9 +207,8 @@ def test_a_process_killed_while_it_saves_leaves_a_whole_file(folder, moment, mon
         os.truncate(handle, 100)
         die()
 
-    places: dict[str, Any] = {"write": (os, "fsync"), "replace": (Path, "replace")}
-    module, name = places.get(moment, (trie_file if moment == "sync_folder" else os, moment))
-    monkeypatch.setattr(module, name, half if moment == "write" else die)
+    places = {"write": (os, "fsync"), "replace": (Path, "replace"), "sync_folder": (trie_file, "sync_folder")}
+    monkeypatch.setattr(*places.get(moment, (os, moment)), half if moment == "write" else die)
     assert status_of_a_child(lambda: folder.save(trie) > 0) == signal.SIGKILL
     monkeypatch.undo()
     done = moment == "sync_folder"
@@ -322,17 +322,15 @@ def test_files_are_learned_by_every_tenant_and_not_again_after_a_restart(engine,
     kept = []
     for _ in range(2):
         one = bundled_engine()
-        server = LiveServer(one, **told)
-        trie = trie_of(one.level)
-        header = {"authorization": "Bearer k"}
-        assert len(trie.changes()) == 4
-        kept.append({name: texts(trie, name) for name in trie.changes()})
-        metrics = server.http.get("/metrics", headers={"authorization": "Bearer m"}).text
-        assert f"forerun:index_bytes {float(trie.kept)}" in metrics and trie.kept > 0
-        if len(kept) == 1:
-            first = server.post(ASKED, headers=header)
-            assert text_of(first) == answer and accepted(first) > 12
-        server.close()
+        with LiveServer(one, **told) as server:
+            trie = trie_of(one.level)
+            assert len(trie.changes()) == 4
+            kept.append({name: texts(trie, name) for name in trie.changes()})
+            metrics = server.http.get("/metrics", headers={"authorization": "Bearer m"}).text
+            assert f"forerun:index_bytes {float(trie.kept)}" in metrics and trie.kept > 0
+            if len(kept) == 1:
+                first = server.post(ASKED, headers={"authorization": "Bearer k"})
+                assert text_of(first) == answer and accepted(first) > 12
     learned = [[*engine.tokenizer(answer, add_special_tokens=False)["input_ids"]]]
     asker = max(kept[1], key=lambda name: len(kept[1][name]))
     assert kept[1].pop(asker)[:1] == kept[0].pop(asker) == learned and kept[1] == kept[0]
@@ -446,16 +444,9 @@ def test_who_fills_the_index_pushes_out_nothing_of_others():
 
 
 def test_a_file_that_cannot_be_written_keeps_no_other_from_it(folder, monkeypatch):
-    trie, write, tried = warmed(large=[1], small=[1]), trie_file.write, []
-
-    def full(path: Path, *given: Any) -> None:
-        tried.append(path)
-        if len(tried) == 1:
-            raise OSError(errno.ENOSPC, "no space is left")
-        write(path, *given)
-
-    monkeypatch.setattr(trie_file, "write", full)
+    trie, full = warmed(large=[1], small=[1]), OSError(errno.ENOSPC, "no space is left")
+    monkeypatch.setattr(trie_file, "write", Mock(wraps=trie_file.write, side_effect=[full, DEFAULT, DEFAULT]))
     with pytest.raises(OSError, match="no space is left"):
         folder.save(trie)
-    assert len(tried) == 2 and len(stamps(folder)) == 1
+    assert trie_file.write.call_count == 2 and len(stamps(folder)) == 1
     assert folder.save(trie) == 1 and len(stamps(folder)) == 2

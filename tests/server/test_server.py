@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import openai
@@ -111,10 +112,8 @@ def test_a_chat_goes_through_the_template(engine, server):
     wanted = alone(engine, "system: Be short.\nuser: Hi\nassistant:")
     for content in (parts, "Hi"):
         messages: Any = [{"role": "system", "content": "Be short."}, {"role": "user", "content": content}]
-        message = (
-            create(model="bundled", messages=messages, max_completion_tokens=NEW, temperature=0).choices[0].message
-        )
-        assert (message.role, message.content) == ("assistant", wanted)
+        answer = create(model="bundled", messages=messages, max_completion_tokens=NEW, temperature=0)
+        assert (answer.choices[0].message.role, answer.choices[0].message.content) == ("assistant", wanted)
     chunks = list(create(model="bundled", messages=messages, max_tokens=NEW, temperature=0, stream=True))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == wanted
@@ -259,14 +258,10 @@ def test_a_request_ends_when_its_time_is_over(engine, serve):
 
 def test_a_whole_answer_is_built_beside_the_event_loop(server, monkeypatch):
     """It may have megabytes, and all others would wait."""
-    threads: list[threading.Thread] = []
-    whole = CompletionFormat.whole
-
-    def seen(form: CompletionFormat, *given: Any) -> str:
-        threads.append(threading.current_thread())
-        return whole(form, *given)
-
-    monkeypatch.setattr(CompletionFormat, "whole", seen)
+    threads, whole = list[threading.Thread](), CompletionFormat.whole
+    monkeypatch.setattr(
+        CompletionFormat, "whole", lambda *given: threads.append(threading.current_thread()) or whole(*given)
+    )
     told = server.post({"prompt": ["Hi", "Ho"], "n": 2, "max_tokens": 4, "logprobs": 2}).json()
     assert [choice["index"] for choice in told["choices"]] == [0, 1, 2, 3]
     assert all(len(choice["logprobs"]["tokens"]) == 4 for choice in told["choices"])
@@ -278,11 +273,7 @@ def test_a_scheduler_that_cannot_go_on_ends_the_server(engine):
     app = create_app(engine, ServerSettings(), SchedulerLimits(1 << 30))
     one = DrainingServer(app, 1.0, 8)
     scheduler = app.state.service.scheduler
-
-    def fail(*given: Any) -> Any:
-        raise KeyError("a mistake of ours")
-
-    scheduler._admit = fail
+    scheduler._admit = Mock(side_effect=KeyError("a mistake of ours"))
     scheduler.submit(engine.requests(["Hi"], max_new_tokens=1)[0], lambda commit: None, lambda how: None)
     with ExitStack() as stack:
         one.serve_on([stack.enter_context(each) for each in bound_sockets("127.0.0.1", 0)])  # it ends by itself
@@ -290,19 +281,14 @@ def test_a_scheduler_that_cannot_go_on_ends_the_server(engine):
 
 
 def test_tenants_have_keys_and_namespaces_of_their_own(engine, serve):
-    one, seen = serve(engine, api_keys=("key-of-a", "key-of-b"), namespaces=2), list[str]()
-    submit = one.scheduler.submit
-
-    def watched(request: Any, *given: Any) -> Any:
-        seen.append(f"{given[2]} {request.namespace}")
-        return submit(request, *given)
-
-    one.scheduler.submit = watched
+    one = serve(engine, api_keys=("key-of-a", "key-of-b"), namespaces=2)
+    one.scheduler.submit = Mock(wraps=one.scheduler.submit)
     for key in ("key-of-a", "key-of-b"):
         create = one.client(key).completions.create
         create(**ASKED)
         create(**ASKED, extra_body={"forerun": {"namespace": "mine"}})
         create(**ASKED, extra_body={"forerun": {"namespace": "third"}})  # the first is forgotten
+    seen = [f"{asked.args[3]} {asked.args[0].namespace}" for asked in one.scheduler.submit.call_args_list]
     tenants = sorted({line.split()[0] for line in seen})
     assert sorted(seen) == [f"{each} {each}/{name}" for each in tenants for name in ("default", "mine", "third")]
     assert len(tenants) == 2 and "key-of" not in "".join(seen)
