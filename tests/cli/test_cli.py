@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def call(*arguments: object, **more: Any) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments], **more)
 
 
-def generate(model: str, *arguments: object, n: int = 24, **more: Any) -> Result:
+def generate(model: str, *arguments: object, n: int = 16, **more: Any) -> Result:
     common = ("-m", model, "--dtype", "float64", "--device", "cpu", "-n", n)
     return call("generate", *common, *arguments, **more)
 
@@ -141,12 +142,12 @@ def test_the_text_is_the_models_own_and_json_tells_all_about_it(model):
     decoder, tokenizer = load(model, "float64", device="cpu")
     ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
     expected = decoder.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :].tolist()
-    report = as_json(generate(model, "-p", PROMPT, "--json"))
+    report = as_json(generate(model, "-p", PROMPT, "--json", n=24))
     assert (report["token_ids"], report["text"]) == (expected, tokenizer.decode(expected))
     assert report["prompt_tokens"] == ids.shape[1]
     assert (report["finish_reason"], report["seed"], report["drafter"]) == ("length", None, "auto")
     assert report["stats"]["tokens"] == len(report["drafted"]) == 24
-    assert generate(model, "-p", PROMPT, "-d", "none").stdout == report["text"] + "\n"
+    assert generate(model, "-p", PROMPT, "-d", "none", n=24).stdout == report["text"] + "\n"
 
 
 def test_stats_go_to_stderr_and_the_collector_does_not_look_at_what_a_command_has_loaded(model):
@@ -313,7 +314,7 @@ def test_an_audit_passes_and_says_in_which_dtype_and_fails_if_a_drafter_never_dr
 
 def test_an_audit_fails_when_verification_is_broken(model, monkeypatch):
     monkeypatch.setattr(forerun.decoding.level, "verify", gullible)
-    broken = ("-p", "again again again again", "-d", "lookup", "-n", 24, "--seeds", 0)
+    broken = ("-p", "again again again again", "-d", "lookup", "-n", 8, "--seeds", 0)
     result = audit(model, *broken, "--json")
     report = as_json(result)
     assert result.exit_code == 1 and not report["lossless"] and report["different"] >= 1
@@ -331,7 +332,7 @@ def test_an_audit_with_a_small_model_names_it_in_json(model):
 
 @pytest.fixture
 def small_demo(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt = {"kind": "rag", "title": "An answer", "prompt": PROMPT, "max_new_tokens": 24}
+    prompt = {"kind": "rag", "title": "An answer", "prompt": PROMPT, "max_new_tokens": 12}
     monkeypatch.setattr(demo, "load", lambda name: load(model, "float64", device="cpu"))
     monkeypatch.setattr(demo, "demo_prompts", lambda: [dict(prompt), {**prompt, "kind": "code"}])
 
@@ -359,9 +360,7 @@ def test_a_warm_trie_needs_fewer_steps_and_json_has_both():
 
 @pytest.mark.usefixtures("small_demo")
 def test_a_demo_whose_texts_differ_fails(monkeypatch):
-    def wrong(self: TrieSource, rows: Any, limits: Any) -> list[DraftTree]:
-        return [DraftTree.chain([1][: row.request.max_draft_depth]) for row in rows]
-
+    wrong = Mock(side_effect=lambda rows, limits: [DraftTree.chain([1][: r.request.max_draft_depth]) for r in rows])
     monkeypatch.setattr(TrieSource, "propose", wrong)
     monkeypatch.setattr(forerun.decoding.level, "verify", gullible)
     result = call("demo", "--repeats", 1, "--kind", "rag", "--color")

@@ -21,7 +21,7 @@ import forerun
 from forerun.audit.audit import Plan, audit
 from forerun.core.block import RowScores
 from forerun.core.origin import Origin
-from forerun.models.forward import static_lists
+from forerun.models.forward import pass_timing, static_lists
 from forerun.models.forward.exactness import Exactness
 from forerun.models.forward.gate import admit
 from forerun.models.forward.runtime import (
@@ -61,6 +61,12 @@ class SelfTest:
         return self.reason
 
 
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs are measured quickly."""
+    monkeypatch.setattr(pass_timing, "MAX_ROUNDS", 2)
+
+
 @pytest.fixture
 def model() -> Any:
     return copy.deepcopy(tiny("llama")).float()
@@ -84,9 +90,7 @@ def test_results_are_kept_for_other_scorers_of_a_model_in_the_process(model):
     assert cache.self_test(first, test) is cache.self_test(second, test) is None
     assert cache.exactness(second, 64, False) == exactness == Exactness(exactness.level, exactness.reason)
     assert cache.costs(second) == costs
-    assert test.runs == 1
-    assert first.passes
-    assert not second.passes
+    assert test.runs == 1 and first.passes and not second.passes
 
 
 @pytest.fixture
@@ -104,12 +108,9 @@ def test_a_later_process_takes_them_from_the_folder_and_says_so(model, tmp_path)
     process(tmp_path).self_test(scorer, test)
     later, counted = process(tmp_path), Counted(model)
     kept = later.exactness(counted, 64, False)
-    assert kept.level == found.level
-    assert kept.reason is not None
-    assert "measured earlier on this machine" in kept.reason
-    assert not counted.passes
+    assert kept.level == found.level and "measured earlier on this machine" in str(kept.reason)
     assert later.self_test(scorer, test) is None
-    assert test.runs == 1
+    assert not counted.passes and test.runs == 1
     assert process(tmp_path).costs(scorer) == costs
 
 
@@ -130,20 +131,14 @@ def test_a_changed_model_or_machine_is_tested_anew(change, model, tmp_path):
     assert test.runs == 2
 
 
-def test_a_failed_self_test_is_not_kept(model, tmp_path):
+def test_a_failed_self_test_is_not_kept_and_other_code_s_in_the_process_only(model, tmp_path, monkeypatch):
     cache, test = process(tmp_path), SelfTest("it differs")
     assert cache.self_test(Scorer(model), test) == cache.self_test(Scorer(model), test) == "it differs"
     assert test.runs == 2
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_model_that_runs_other_code_is_kept_in_the_process_only(model, tmp_path, monkeypatch):
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda *_: pytest.fail("a pass"))
     cache, test = process(tmp_path), SelfTest()
-    cache.self_test(Scorer(model), test)
-    cache.self_test(Scorer(model), test)
-    assert test.runs == 1
-    assert not list(tmp_path.iterdir())
+    assert cache.self_test(Scorer(model), test) is cache.self_test(Scorer(model), test) is None
+    assert test.runs == 1 and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"self-test, Scorer": 1}', "[" * 100_000])
@@ -192,15 +187,13 @@ def test_costs_that_others_disturbed_are_measured_again_when_nothing_disturbs_pa
     share = [0.5]
     cache, scorer = process(tmp_path, lambda: share[0]), Counted(model)
     found = cache.costs(scorer)
-    assert found.doubtful
-    assert not list(tmp_path.iterdir())
+    assert found.doubtful and not list(tmp_path.iterdir())
     assert cache.costs(scorer) == found
     share[0] = 1.0
     believed = cache.costs(scorer)
     assert not believed.doubtful
     share[0], scorer.passes = 0.5, 0
-    assert cache.costs(scorer) == believed
-    assert not scorer.passes
+    assert cache.costs(scorer) == believed and not scorer.passes
     assert process(tmp_path).costs(scorer) == believed
 
 
@@ -227,21 +220,15 @@ def test_an_audit_takes_nothing_from_the_folder(model, tmp_path):
     assert report.exactness == Exactness("bitwise")
 
 
-def test_a_default_runtime_ends_alone():
+def test_a_default_runtime_ends_alone_and_the_folder_is_the_users_cache_folder(monkeypatch, tmp_path):
     before = default_runtime()
     with runtime_as_default(Runtime()), runtime_as_default(first := Runtime()):
         assert default_runtime() is first
     assert default_runtime() is before
-
-
-def test_the_folder_is_the_users_cache_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert user_folder() == tmp_path / "forerun" / "startup"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert user_folder() is None
-
-
-# --- static lists: what the model says after the beginning of a text and one token
 
 
 BOS = 3

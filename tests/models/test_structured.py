@@ -260,7 +260,7 @@ def test_the_end_token_ends_what_could_go_on(plain, engine):
 def test_rejection_sampling_keeps_to_the_schema_with_drafts_that_carry_q(plain):
     settings = LongContextConfig(plain.target.model, gamma2=5)
     engine = Engine(plain.target.model, "streaming", settings=settings, tokenizer=plain.tokenizer, prune_drafts=False)
-    for seed in SEEDS:
+    for seed in SEEDS[:2]:
         check(engine.generate(PROMPT, verification="rejection", **OPTIONS, **sampled(seed)).text)
 
 
@@ -275,10 +275,8 @@ def test_grammars_are_kept_for_each_namespace_and_not_for_ever(plain):
 
 
 def test_what_llguidance_cannot_use_is_named(plain, monkeypatch):
-    class Slow(PreTrainedTokenizerBase):
-        pass
-
-    for tokenizer, message in ((None, "there is none"), (object.__new__(Slow), "there is Slow")):
+    slow = object.__new__(type("Slow", (PreTrainedTokenizerBase,), {}))
+    for tokenizer, message in ((None, "there is none"), (slow, "there is Slow")):
         with pytest.raises(ValueError, match=f"needs a fast tokenizer.*{message}"):
             Grammars(tokenizer, 100, []).of(FORMAT)
     monkeypatch.setitem(sys.modules, "llguidance", None)
