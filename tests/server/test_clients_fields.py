@@ -111,13 +111,6 @@ def test_calls_that_were_made_are_texts_for_a_template_that_knows_none(tools):
     assert ("# Tools" in text) == (tools is not None)
 
 
-def test_a_tool_whose_schema_cannot_be_read_is_only_shown(server):
-    for parameters in ({"properties": ["x"]}, {"$defs": 3}, {"properties": {"x": {"anyOf": {"a": 1}, "$ref": 4}}}):
-        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-        answer = server.post({**CHAT, "tools": [tool], "max_tokens": 4}, "chat/completions")
-        assert answer.status_code == 200, answer.text
-
-
 @pytest.fixture(scope="module")
 def thinker(engine: Engine) -> Iterator[LiveServer]:
     tokenizer = bundled()[1]

@@ -50,6 +50,10 @@ def items(*given: Json) -> Json:
     return {"input": [USER, *given, USER]}
 
 
+def function(**told: Any) -> Json:
+    return {"tools": [{"type": "function", "function": told}]}
+
+
 ROWS: list[tuple[str, Json]] = [
     # Claude Code and Anthropic's client
     (MESSAGES, {"max_tokens": 32_000, "stop_sequences": ["e"]}),
@@ -116,6 +120,9 @@ ROWS: list[tuple[str, Json]] = [
     (CHATS, block(type="image_url", image_url={"url": "data:x"})),
     (CHATS, {"messages": [USER, {"role": "system", "content": "Be short."}, USER]}),
     (CHATS, {"tools": [{"type": "web_search"}, *TOOLS]}),
+    *((CHATS, function(name="f", parameters=parameters)) for parameters in (  # that cannot be read, and are only shown
+        {"properties": ["x"]}, {"$defs": 3}, {"properties": {"x": {"anyOf": {"a": 1}, "$ref": 4}}},
+    )),
     # lm-eval, GuideLLM and load tools
     (TEXTS, {"logprobs": 20}),
     (TEXTS, {"ignore_eos": True, "min_tokens": 2, "stop_token_ids": [5], "truncate_prompt_tokens": 2}),
@@ -342,10 +349,6 @@ def doubled() -> Json:
         inner = {"$ref": f"#/$defs/d{i - 1}"}
         schemas[f"d{i}"] = {"type": "object", "properties": {"a": inner, "b": inner}, "required": ["a", "b"]}
     return {"$defs": schemas, "type": "object", "properties": {"x": {"$ref": "#/$defs/d30"}}}
-
-
-def function(**told: Any) -> Json:
-    return {"tools": [{"type": "function", "function": told}]}
 
 
 def grammar(kind: str, text: str) -> Json:

@@ -22,7 +22,6 @@ from forerun.core.request import Request
 from forerun.engine.engine import Engine
 from forerun.engine.prefix_sharing import PrefixSharing
 from forerun.engine.result import Commit
-from forerun.kv.kv_tiers import DeviceReserve
 from forerun.server import scheduler
 from forerun.server.admission import Admission, Ending, FairShare, QueueFullError, ScheduledRequest, SchedulerLimits
 from forerun.server.calls import LoopDispatcher
@@ -347,19 +346,14 @@ def test_the_lock_is_free_while_a_prompt_is_admitted(server):
     one, client, free = server(), Client(), list[bool]()
     admit = one.scheduler._batch.admit
 
-    def seen(request: Request, reserve: DeviceReserve | None) -> None:
-        def look() -> None:
-            free.append(one.scheduler._changed.acquire(timeout=1))
-            one.scheduler._changed.release()
+    def look() -> None:
+        free.append(one.scheduler._changed.acquire(timeout=1))
+        one.scheduler._changed.release()
 
-        other = threading.Thread(target=look)
-        other.start()
-        other.join()
-        admit(request, reserve=reserve)
-
-    one.scheduler._batch.admit = seen
-    one.submit(client)
-    assert client.wait() == "finished" and free == [True]
+    with ThreadPoolExecutor(1) as other:
+        one.scheduler._batch.admit = lambda *given, **more: other.submit(look).result() or admit(*given, **more)
+        one.submit(client)
+        assert client.wait() == "finished" and free == [True]
 
 
 def test_a_client_or_a_listener_that_fails_stops_nobody(server):
@@ -453,26 +447,20 @@ def test_closing_at_once_ends_all(server):
 
 
 def test_a_loop_is_woken_once_for_all_that_gathers_and_takes_it_in_order():
-    class Asleep(asyncio.SelectorEventLoop):
-        woken = 0
-
-        def call_soon_threadsafe(self, *told: Any, **more: Any) -> asyncio.Handle:
-            self.woken += 1
-            return super().call_soon_threadsafe(*told, **more)
-
     fails = Mock(side_effect=LookupError("broken in the test"))
-    loop, found, failures = Asleep(), list[int](), list[Any]()
+    loop, found, failures = asyncio.SelectorEventLoop(), list[int](), list[Any]()
+    loop.call_soon_threadsafe = woken = Mock(wraps=loop.call_soon_threadsafe)
     loop.set_exception_handler(lambda _, told: failures.append(told["exception"]))
     post = LoopDispatcher(loop)
     for number in range(4):
         post.put(fails if number == 1 else partial(found.append, number))
-    assert found == [] and loop.woken == 1
+    assert found == [] and woken.call_count == 1
     loop.run_until_complete(asyncio.sleep(0.01))
     assert found == [0, 2, 3]  # one that fails takes no other with it
     assert [type(one) for one in failures] == [LookupError]
     post.put(partial(found.append, 4))
     loop.run_until_complete(asyncio.sleep(0.01))
-    assert found[-1] == 4 and loop.woken == 2
+    assert found[-1] == 4 and woken.call_count == 2
     loop.close()
     post.put(partial(found.append, 5))  # nobody listens any more, and that is no error
 
