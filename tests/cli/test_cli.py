@@ -314,7 +314,7 @@ def test_an_audit_passes_and_says_in_which_dtype_and_fails_if_a_drafter_never_dr
 
 def test_an_audit_fails_when_verification_is_broken(model, monkeypatch):
     monkeypatch.setattr(forerun.decoding.level, "verify", gullible)
-    broken = ("-p", "again again again again", "-d", "lookup", "-n", 8, "--seeds", 0)
+    broken = ("-p", "again again again again", "-d", "lookup", "-n", 24, "--seeds", 0)
     result = audit(model, *broken, "--json")
     report = as_json(result)
     assert result.exit_code == 1 and not report["lossless"] and report["different"] >= 1

@@ -110,11 +110,11 @@ CUTS = ([1] * 20 + [2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 24, 25, 162], [255, 1, 44])
 EXACT = [*itertools.product((*NAMES, *MIXTURES), ("Q4_1", MIXED), (False,)), ("llama, wide", RANDOM, False)]
 EIGHT_BITS = [(name, "Q4_1", True) for name in ("llama", "qwen2", "qwen3_moe")]
 EIGHT_BITS += [*itertools.product((*NAMES, *MIXTURES), (MIXED,), (True,)), ("llama, wide", RANDOM, True)]
-SLOW = [cell for cell in EXACT if cell[0] in ("qwen2_moe", "mixtral")] + [("qwen3_moe", "Q4_1", True)]
+FEW = [(name, "Q4_1", False) for name in ("llama", "gemma3_text", "qwen3_moe")] + [("qwen2", "Q4_1", True)]
 
 
 @pytest.mark.parametrize(("name", "kind", "eight_bits"), [
-    pytest.param(*cell, marks=[pytest.mark.matrix] * (cell[1] != "Q4_1" or cell in SLOW))
+    pytest.param(*cell, marks=[pytest.mark.matrix] * (cell not in FEW))
     for cell in (*EXACT, *EIGHT_BITS)
 ])  # fmt: skip
 def test_logits_have_the_same_bits_in_every_pass(tmp_path, name, kind, eight_bits):
@@ -232,7 +232,7 @@ DRAFTED = [
 ]
 """Model, kind of its matrices, whether activations have eight bits, drafter."""
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 3], [*range(3, 40)]]
-FEW_DRAFTED = (("llama", False, "retrieval"), ("llama", True, "lookup"), ("qwen3_moe", True, "trie"))
+FEW_DRAFTED = (("llama", False, "retrieval"), ("qwen3_moe", True, "trie"))
 
 
 @pytest.mark.parametrize(("name", "kind", "eight_bits", "drafter"), [
@@ -253,7 +253,8 @@ def test_texts_with_drafts_equal_those_without(tmp_path, name, kind, eight_bits,
         assert none.generate(PROMPTS[0], **how).generated[0] == plain[0]
 
 
-@pytest.mark.parametrize("eight_bits", [False, True])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("eight_bits", [True, False])
 def test_keys_and_values_may_be_bfloat16_beside_stored_weights(tmp_path, eight_bits):
     model, _ = store(tmp_path / "m.gguf", "qwen3", "Q4_1", eight_bits)
     how: Any = {"max_new_tokens": 40, "eos_token_id": None, "do_sample": False}
@@ -281,7 +282,7 @@ def test_the_gate_asks_floats_where_quantised_passes_differ(tmp_path, monkeypatc
 def test_an_audit_with_quantised_activations_fails_nowhere(tmp_path):
     """The model's own passes quantise other numbers, where theirs differ by rounding; that is no failure."""
     model, _ = store(tmp_path / "m.gguf", "llama", "Q4_1", eight_bits=True)
-    prompts = [np.random.default_rng(i).integers(6, 75, 12).tolist() for i in range(4)]
+    prompts = [np.random.default_rng(i).integers(6, 75, 12).tolist() for i in range(2)]
     report = audit(model, prompts, Plan(drafters=("lookup",), max_new_tokens=24))
     assert report.dtype == "stored" and report.exactness.level == "bitwise" and not report.failures
 
@@ -395,6 +396,7 @@ def test_llama_cpp_is_given_the_very_file_and_openvino_nothing(tmp_path):
         assert found.absent == {"fake": "it cannot be given weights as a GGUF file stores them"}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("architecture", gguf_hybrids.MODELS)
 def test_a_hybrid_read_as_it_is_stored_is_what_transformers_dequantises(tmp_path, architecture):
     exact = gguf_hybrids.built(architecture)
@@ -414,12 +416,12 @@ def test_drafts_change_nothing_of_a_hybrid(tmp_path, architecture):
     mtp = mtp_tensors(gguf_hybrids.built(architecture)) if architecture == "qwen35" else None
     model, _ = load(str(gguf_hybrids.write(tmp_path / "m.gguf", architecture, "Q4_1", mtp)), "stored")
     texts = []
-    for drafter in ("none", "auto", "trie", *(() if mtp is None else ("mtp",))):
+    for drafter in ("none", "trie", "auto" if mtp is None else "mtp"):
         engine = Engine(model, drafter)
         assert engine.exactness.level == "bitwise", engine.exactness.reason
         assert isinstance(engine.target, CompiledScorer) == (architecture == "lfm2")
         prompts = [[3, 20, 30, 41, 7, 3, 20, 30], [9, 9, 9]]
-        texts.append(engine.generate(prompts, max_new_tokens=20, eos_token_id=None).generated)
+        texts.append(engine.generate(prompts, max_new_tokens=12, eos_token_id=None).generated)
     assert all(text == texts[0] for text in texts)
 
 

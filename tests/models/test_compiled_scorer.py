@@ -69,6 +69,7 @@ def test_the_same_bits_however_a_text_is_cut(name, dtype):
     assert probe(scorer) == Exactness("bitwise")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", EVERY)
 def test_the_same_bits_in_trees_and_ragged_batches(name, dtype):
@@ -274,7 +275,7 @@ COPIES: dict[str, tuple[str, Callable[[PreTrainedModel], Any]]] = {
 """What a program has of a model, as a copy or by its address: a model, and a change that torch does not count."""
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("copied", COPIES)
 def test_what_a_program_has_of_a_model_follows(copied, dtype):

@@ -56,7 +56,7 @@ def engine_of(name: str, text: list[int] | None = None, **options: Any) -> forer
     return forerun.Engine(MODEL, drafter_of(name, text or []), settings=SETTINGS, prefill_block=4, **options)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("drafter", "how"), [
     *((drafter, "greedy") for drafter in DRAFTERS),
     *itertools.product(DRAFTERS[:-1], ("coupled", "rejection")),

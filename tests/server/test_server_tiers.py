@@ -163,20 +163,20 @@ def test_what_fits_in_no_tier_is_refused_with_the_numbers(model, plain, serve):
 def test_a_client_that_goes_frees_all_tiers_for_who_waits(model, plain, serve):
     """And who finds no place to wait is told so. There is room for the buffers of one such text, and beside for two."""
     text, kv = prompt(200), plain.target.kv
-    size = tokens(plain, text, 200)
+    size = tokens(plain, text, 80)
     held = PausableEngine(engine(model, "none", min_device_bytes(kv, size), 2 * sum(layer_bytes(kv, size).values())))
-    server = serve(held, SchedulerLimits(1, rows=4, waiting=1), max_tokens=200)
+    server = serve(held, SchedulerLimits(1, rows=4, waiting=1), max_tokens=80)
     with ThreadPoolExecutor(1) as pool:
         held.gate.clear()
-        with server.http.stream("POST", "/v1/completions", json=asked(text, 0, 200, stream=True)):
+        with server.http.stream("POST", "/v1/completions", json=asked(text, 0, 80, stream=True)):
             until(lambda: server.scheduler.running == 1)
-            second = pool.submit(server.post, asked(text, 3, 200))
+            second = pool.submit(server.post, asked(text, 3, 80))
             until(lambda: server.scheduler.waiting == 1)
             assert min(server.metric(f'forerun:kv_tier_bytes{{tier="{tier}"}}') for tier in ("device", "host")) > 0
-            assert error_of(server.post(asked(text, 0, 200)), 429)["code"] == "queue_full"
+            assert error_of(server.post(asked(text, 0, 80)), 429)["code"] == "queue_full"
         held.gate.set()
-        assert text_of(second.result(PATIENCE)) == wanted(plain, text, 3, 200)
-    assert server.metric("forerun:generation_tokens_total") < 400
+        assert text_of(second.result(PATIENCE)) == wanted(plain, text, 3, 80)
+    assert server.metric("forerun:generation_tokens_total") < 160
     nothing_taken(server)
 
 
@@ -206,15 +206,15 @@ def test_a_text_leaves_others_their_buffers_while_there_are_free_places(model, p
 def test_a_long_prompt_off_the_device_is_read_in_pieces_while_others_go_on(model, plain, serve):
     long, short = prompt(700), prompt(5)
     one = engine(model, "none", 2 * min_device_bytes(plain.target.kv, tokens(plain, long)), None)
-    server = serve(one, SchedulerLimits(1, rows=2, step=16), max_tokens=200)
+    server = serve(one, SchedulerLimits(1, rows=2, step=16), max_tokens=100)
     scheduler, unread = server.scheduler, list[int]()
     step = scheduler._step
     scheduler._step = lambda: (unread.append(scheduler._batch.unread), step())
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(server.post, asked(short, 0, 200))
+        first = pool.submit(server.post, asked(short, 0, 100))
         until(lambda: len(unread) > 1)
         second = pool.submit(server.post, asked(long))
-        assert text_of(first.result(PATIENCE)) == wanted(plain, short, 0, 200)
+        assert text_of(first.result(PATIENCE)) == wanted(plain, short, 0, 100)
         assert text_of(second.result(PATIENCE)) == wanted(plain, long)
     read = [before - after for before, after in pairwise(unread) if before > after]
     assert max(read) == OFFLOADED_CHUNKS * 16 and len(read) > 5
