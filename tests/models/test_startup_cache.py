@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -50,17 +51,6 @@ class Counted(Scorer):
         return super().score_rows(*arguments)
 
 
-class SelfTest:
-    """A self-test that counts how often it runs."""
-
-    def __init__(self, reason: str | None = None) -> None:
-        self.reason, self.runs = reason, 0
-
-    def __call__(self) -> str | None:
-        self.runs += 1
-        return self.reason
-
-
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs are measured quickly."""
@@ -84,13 +74,13 @@ def content(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def test_results_are_kept_for_other_scorers_of_a_model_in_the_process(model):
-    cache, test = process(None), SelfTest()
+    cache, test = process(None), Mock(return_value=None)
     first, second = Counted(model), Counted(model)
     exactness, costs = cache.exactness(first, 64, False), cache.costs(first)
     assert cache.self_test(first, test) is cache.self_test(second, test) is None
     assert cache.exactness(second, 64, False) == exactness == Exactness(exactness.level, exactness.reason)
     assert cache.costs(second) == costs
-    assert test.runs == 1 and first.passes and not second.passes
+    assert test.call_count == 1 and first.passes and not second.passes
 
 
 @pytest.fixture
@@ -103,14 +93,14 @@ def no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_faster")
 def test_a_later_process_takes_them_from_the_folder_and_says_so(model, tmp_path):
-    test, scorer = SelfTest(), Counted(model)
+    test, scorer = Mock(return_value=None), Counted(model)
     found, costs = process(tmp_path).exactness(scorer, 64, False), process(tmp_path).costs(scorer)
     process(tmp_path).self_test(scorer, test)
     later, counted = process(tmp_path), Counted(model)
     kept = later.exactness(counted, 64, False)
     assert kept.level == found.level and "measured earlier on this machine" in str(kept.reason)
     assert later.self_test(scorer, test) is None
-    assert not counted.passes and test.runs == 1
+    assert not counted.passes and test.call_count == 1
     assert process(tmp_path).costs(scorer) == costs
 
 
@@ -121,34 +111,34 @@ def test_a_later_process_takes_them_from_the_folder_and_says_so(model, tmp_path)
     lambda model: model.lm_head.register_forward_hook(lambda *given: None),
 ], ids=["weights", "dtype", "configuration", "attention", "threads", "hook"])  # fmt: skip
 def test_a_changed_model_or_machine_is_tested_anew(change, model, tmp_path):
-    cache, test = process(tmp_path), SelfTest()
+    cache, test = process(tmp_path), Mock(return_value=None)
     cache.self_test(Scorer(model), test)
     try:
         change(model)
         cache.self_test(Scorer(model), test)
     finally:
         torch.set_num_threads(1)
-    assert test.runs == 2
+    assert test.call_count == 2
 
 
 def test_a_failed_self_test_is_not_kept_and_other_code_s_in_the_process_only(model, tmp_path, monkeypatch):
-    cache, test = process(tmp_path), SelfTest("it differs")
+    cache, test = process(tmp_path), Mock(return_value="it differs")
     assert cache.self_test(Scorer(model), test) == cache.self_test(Scorer(model), test) == "it differs"
-    assert test.runs == 2
+    assert test.call_count == 2
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda *_: pytest.fail("a pass"))
-    cache, test = process(tmp_path), SelfTest()
+    cache, test = process(tmp_path), Mock(return_value=None)
     assert cache.self_test(Scorer(model), test) is cache.self_test(Scorer(model), test) is None
-    assert test.runs == 1 and not list(tmp_path.iterdir())
+    assert test.call_count == 1 and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"self-test, Scorer": 1}', "[" * 100_000])
 def test_a_damaged_file_counts_as_missing(text, model, tmp_path):
-    test = SelfTest()
+    test = Mock(return_value=None)
     process(tmp_path).self_test(Scorer(model), test)
     file, _ = content(tmp_path)
     file.write_text(text)
     process(tmp_path).self_test(Scorer(model), test)
-    assert test.runs == 2
+    assert test.call_count == 2
     assert content(tmp_path)[1] == {"self-test, Scorer": True}
 
 
@@ -164,10 +154,10 @@ def test_wrong_values_in_a_file_are_measured_anew(model, tmp_path):
 
 def test_without_a_writable_folder_everything_is_measured(model, tmp_path):
     (tmp_path / "file").write_text("")
-    test = SelfTest()
+    test = Mock(return_value=None)
     for _ in range(2):
         process(tmp_path / "file" / "folder").self_test(Scorer(model), test)
-    assert test.runs == 2
+    assert test.call_count == 2
 
 
 @pytest.mark.parametrize(

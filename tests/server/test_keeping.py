@@ -217,50 +217,35 @@ def test_a_process_killed_while_it_saves_leaves_a_whole_file(folder, moment, mon
     assert not list(folder.path.glob("*.tmp"))
 
 
-class Watched(Folder):
-    """Counts its saves, and can fail or be held up."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, "v")
-        self.saves, self.broken, self.gate = 0, False, threading.Event()
-        self.gate.set()
-
-    def save(self, store: Any) -> int:
-        self.saves += 1
-        assert self.gate.wait(PATIENCE)
-        if self.broken:
-            raise OSError(28, "No space left on device", "trie")
-        return super().save(store)
-
-
-def test_a_keeper_saves_after_a_change_and_sleeps_while_there_is_none(tmp_path):
-    trie, folder = Trie(), Watched(tmp_path)
+def test_a_keeper_saves_after_a_change_and_sleeps_while_there_is_none(folder):
+    trie, go_on = Trie(), threading.Event()
+    folder.save = save = Mock(wraps=folder.save)
     keeper = AutoSaver(trie, folder, 0.01)
     keeper.start()
-    until(lambda: folder.saves == 1)  # at the start, in case files were learned from
+    until(lambda: save.call_count == 1)  # at the start, in case files were learned from
     for count in (2, 3):
         warmed(trie, a=[count])
-        until(lambda count=count: folder.saves == count)
+        until(lambda count=count: save.call_count == count)
         time.sleep(0.05)
-        assert folder.saves == count and len(stamps(folder)) == 1
-    folder.gate.clear()
+        assert save.call_count == count and len(stamps(folder)) == 1
+    save.side_effect = lambda store: go_on.wait(PATIENCE) and DEFAULT
     warmed(trie, a=[4])
-    until(lambda: folder.saves == 4)
+    until(lambda: save.call_count == 4)
     warmed(trie, a=[5])  # nobody waits for a save that hangs
-    folder.gate.set()
+    go_on.set()
     keeper.close()
     assert contents(folder) == {"a": [text(2), text(3), text(4), text(5)]}
 
 
-def test_a_save_that_fails_is_told_of_and_tried_again(tmp_path, caplog):
-    trie, folder = Trie(), Watched(tmp_path)
-    folder.broken = True
+def test_a_save_that_fails_is_told_of_and_tried_again(folder, caplog):
+    trie, full = Trie(), OSError(errno.ENOSPC, "No space left on device", "trie")
+    folder.save = save = Mock(wraps=folder.save, side_effect=full)
     keeper = AutoSaver(trie, folder, 0.01)
     keeper.start()
     warmed(trie, a=[1])
-    until(lambda: folder.saves >= 3)
+    until(lambda: save.call_count >= 3)
     assert "No space left on device" in caplog.text and not stamps(folder)
-    folder.broken = False
+    save.side_effect = None
     until(lambda: len(stamps(folder)) == 1)
     keeper.close()
     assert contents(folder) == {"a": [text(1)]}
