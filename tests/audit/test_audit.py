@@ -5,7 +5,9 @@ import dataclasses
 import math
 from collections.abc import Callable
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -27,7 +29,7 @@ from forerun.core.verify import Verdict, verify
 from forerun.decoding.recipes import DRAFTERS, Recipe, buildable
 from forerun.models.forward.scorer import Scorer
 
-PLAN = Plan(drafters=("lookup", "trie"), max_new_tokens=16)
+PLAN = Plan(drafters=("lookup", "trie"), max_new_tokens=12)
 
 
 class Guess(RowByRow):
@@ -80,9 +82,8 @@ def scored_by(monkeypatch: pytest.MonkeyPatch, change: Callable[[list[RowScores]
 
 def test_scores_that_are_wrong_fail_though_the_walk_is_right(guessing, monkeypatch):
     def leaky(rows: list[RowScores], blocks: Any) -> list[RowScores]:
-        return [
-            RowScores(row.logits.flip(-1)) if len(block.tree) else row for row, block in zip(rows, blocks, strict=True)
-        ]
+        pairs = zip(rows, blocks, strict=True)
+        return [RowScores(row.logits.flip(-1)) if len(block.tree) else row for row, block in pairs]
 
     scored_by(monkeypatch, leaky)
     alone = [c for c in audit(tiny("llama"), PROMPTS, guessing).failures if c.check == "greedy"]
@@ -95,7 +96,8 @@ def test_a_row_that_depends_on_its_batch_fails_that_check_only(monkeypatch):
         return [RowScores(row.logits.roll(1, -1)) for row in rows] if len(blocks) > 1 else rows
 
     scored_by(monkeypatch, mixed)
-    assert {c.check for c in audit(tiny("llama"), PROMPTS, PLAN).failures} == {"batch"}
+    report = audit(tiny("llama"), PROMPTS, PLAN)
+    assert {c.check for c in report.failures} == {"batch"} and not report.never_drafted
 
 
 def test_a_text_that_ends_too_early_fails(guessing, monkeypatch):
@@ -124,15 +126,9 @@ def diverging(model: PreTrainedModel, margin: float, noise: float) -> Divergence
     request = Request(PROMPTS[0], 4, sampler=Sampler())
     request.append(second)
 
-    class Own:
-        dtype = model.dtype
-        device = model.device
-        modules = model.modules
-
-        def __call__(self, input_ids: torch.Tensor, use_cache: bool) -> object:
-            return type("Output", (), {"logits": logits[None, None]})
-
-    return weigh(Own(), request, [best], 0, seen)
+    output = SimpleNamespace(logits=logits[None, None])
+    own = Mock(dtype=model.dtype, device=model.device, modules=model.modules, return_value=output)
+    return weigh(own, request, [best], 0, seen)
 
 
 @pytest.mark.parametrize(("dtype", "margin", "noise", "rounding"), [
@@ -146,8 +142,8 @@ def test_near_ties_are_rounding_and_gaps_are_not(dtype, margin, noise, rounding)
 
 def test_rounding_in_bfloat16_is_no_failure():
     model = copy.deepcopy(tiny("qwen2")).to(torch.bfloat16)
-    prompts = [np.random.default_rng(i).integers(6, 48, 12).tolist() for i in range(4)]
-    report = audit(model, prompts, Plan(drafters=("trie",), max_new_tokens=24))
+    prompts = [np.random.default_rng(i).integers(6, 48, 12).tolist() for i in range(2)]
+    report = audit(model, prompts, Plan(drafters=("trie",), max_new_tokens=16))
     assert report.dtype == "bfloat16" and not report.failures
 
 
@@ -172,26 +168,21 @@ def test_a_wrong_pass_in_bfloat16_is_no_rounding():
 
 
 def test_texts_part_where_they_first_differ_or_one_ends():
-    assert first_difference([1, 2, 3], [1, 2, 3]) is None
-    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
-    assert first_difference([1, 2], [1, 2, 3]) == 2
+    texts = [1, 2, 3], [1, 5, 3], [1, 2]
+    assert [first_difference(each, [1, 2, 3]) for each in texts] == [None, 1, 2]
 
 
-def test_wrong_plans_and_no_prompt_are_refused():
+def test_wrong_plans_and_no_prompt_are_refused_and_drafts_have_their_full_length_by_default():
     wrong: dict[str, Any]
     for wrong in ({"drafters": ["magic"]}, {"seeds": -1}, {"temperature": 0.0}):
         with pytest.raises(ValueError, match="magic" if "drafters" in wrong else next(iter(wrong))):
             Plan(**wrong)
     with pytest.raises(ValueError, match="no prompt"):
         audit(tiny("llama"), [])
+    assert not Plan().settings.paced
 
 
 def test_texts_without_a_draft_and_drafters_that_never_drafted_are_named():
     report = audit(tiny("llama"), [[5, 6, 7]], dataclasses.replace(PLAN, max_new_tokens=2, seeds=0))
     assert report.never_drafted == ["lookup"]  # three different tokens, and nothing from earlier texts
     assert {c.drafter for c in report.undrafted} >= {"lookup"}
-    assert not audit(tiny("llama"), PROMPTS, PLAN).never_drafted
-
-
-def test_drafts_have_their_full_length_by_default():
-    assert not Plan().settings.paced

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -30,12 +31,6 @@ def right(body: Json) -> tuple[list[str], Json]:
     calls = [{"id": "call_9", "type": "function", "function": {"name": "find", "arguments": '{"a": 1}'}}]
     words = ["red", *(word for word in asked.split()[-4:]), str(body.get("seed", "none"))]
     return words, {"tool_calls": calls} if body.get("tools") else {}
-
-
-class PromptServer(ThreadingHTTPServer):
-    """Takes as many connections at once as an audit opens."""
-
-    request_queue_size = 64
 
 
 @contextmanager
@@ -73,7 +68,8 @@ def server(reply: Reply, told: Json | None = None, usage: Json | None = None) ->
                 whole = choice(chat, "message", tokens, message, "stop", bool(body.get("logprobs")))
                 self.send(200, json.dumps({**whole, "usage": usage or {}}).encode())
 
-    listening = PromptServer(("127.0.0.1", 0), Handler)
+    many = type("Server", (ThreadingHTTPServer,), {"request_queue_size": 64})  # an audit opens so many at once
+    listening = many(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=listening.serve_forever, args=(0.01,))
     thread.start()
     try:
@@ -132,7 +128,7 @@ def test_equal_servers_pass_in_every_kind_and_form():
     (lambda body: body.get("seed") == 0, lambda tokens, more: (["blue"], more), "text", {"seeded"}),
 ])  # fmt: skip
 def test_a_wrong_answer_fails_and_its_part_and_kind_are_named(condition, change, part, kinds):
-    report = audited(wrong(condition, change))
+    report = audited(wrong(condition, change), *{"greedy", *kinds})
     different = [each for each in report.comparisons if each.verdict == "different"]
     assert report.failed() and kinds <= {each.case.kind for each in different}
     assert {each.difference.part for each in different} == {part}
@@ -158,10 +154,7 @@ def test_log_probabilities_are_compared_too():
 
 def test_a_reference_that_does_not_repeat_itself_cannot_judge():
     count = iter(range(10**6))
-
-    def restless(body: Json) -> tuple[list[str], Json]:
-        return [f"red{next(count)}"], {}
-
+    restless = Mock(side_effect=lambda body: ([f"red{next(count)}"], {}))
     report = audited(right, "greedy", reference=restless)
     assert report.count("unstable") == len(report.comparisons)
     assert report.failed() and "Nothing could be judged" in as_markdown(report)
@@ -231,9 +224,7 @@ def test_the_command_writes_both_reports_and_its_status_is_the_verdict(tmp_path)
 
 
 def test_fields_and_forerun_s_own_drafter_make_a_reference_of_one_server():
-    def drafting(body: Json) -> tuple[list[str], Json]:
-        return (["slow"] if body.get("forerun") or body.get("plain") else ["fast"]), {}
-
+    drafting = Mock(side_effect=lambda body: (["slow" if body.get("forerun") or body.get("plain") else "fast"], {}))
     with server(drafting) as url:
         assert call("--url", url, "-k", "greedy").exit_code == 0
         assert call("--url", url, "-k", "greedy", "--against-fields", '{"plain": true}').exit_code == 1
@@ -242,11 +233,10 @@ def test_fields_and_forerun_s_own_drafter_make_a_reference_of_one_server():
 
 
 def test_a_name_is_enough_where_no_model_is_listed(monkeypatch):
-    def unlisted(endpoint: Endpoint, address: str, body: Any = None) -> Any:
-        return opened(endpoint, "none/such" if body is None else address, body)
-
     opened = Endpoint._open
-    monkeypatch.setattr(Endpoint, "_open", unlisted)
+    monkeypatch.setattr(
+        Endpoint, "_open", lambda self, at, body=None: opened(self, "none/such" if body is None else at, body)
+    )
     with server(right) as url:
         listed = call("--url", url, "-k", "greedy")
         assert listed.exit_code == 2 and "name the model with --name" in listed.output
@@ -254,17 +244,12 @@ def test_a_name_is_enough_where_no_model_is_listed(monkeypatch):
 
 
 def test_own_requests_are_sent_as_they_are(tmp_path):
-    bodies: list[Json] = []
-
-    def noting(body: Json) -> tuple[list[str], Json]:
-        bodies.append(body)
-        return right(body)
-
+    noting = Mock(wraps=right)
     file, chat = tmp_path / "own.jsonl", {"messages": [{"role": "user", "content": "c"}]}
     file.write_text(f'{{"model": "gone", "prompt": "a b", "top_k": 3}}\n\n{json.dumps(chat)}\n')
     with server(noting) as url:
         assert call("--url", url, "-k", "own", "--requests", file).exit_code == 0
-    assert {"model": "small", "prompt": "a b", "top_k": 3} in bodies
+    noting.assert_any_call({"model": "small", "prompt": "a b", "top_k": 3})
     for line, said in (("[]", "must be an object"), ("{", "not JSON"), ('{"prompt": "a", "n": 2}', "has n 2")):
         file.write_text(line)
         with pytest.raises(ValueError, match=said):

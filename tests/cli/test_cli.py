@@ -9,15 +9,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from rich.console import Console
+from support.commands import start
 from support.mocks import gullible
-from support.processes import heed_interrupts
 from support.saved_models import save_model, small_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -50,7 +50,7 @@ def call(*arguments: object, **more: Any) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments], **more)
 
 
-def generate(model: str, *arguments: object, n: int = 24, **more: Any) -> Result:
+def generate(model: str, *arguments: object, n: int = 16, **more: Any) -> Result:
     common = ("-m", model, "--dtype", "float64", "--device", "cpu", "-n", n)
     return call("generate", *common, *arguments, **more)
 
@@ -59,18 +59,6 @@ def as_json(result: Result) -> dict[str, Any]:
     assert result.exit_code in (0, 1, 130), result.stderr
     assert result.stdout.count("\n") == 1
     return json.loads(result.stdout)
-
-
-@contextmanager
-def start(*arguments: object, **more: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """The command in a process of its own, which does not outlive its test."""
-    command = [sys.executable, "-m", "forerun.cli", *map(str, arguments)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "preexec_fn": heed_interrupts}
-    with subprocess.Popen(command, **pipes, **more) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
 
 
 def test_long_work_shows_how_far_it_is(monkeypatch):
@@ -120,10 +108,6 @@ def test_the_code_of_heads_is_loaded_only_with_a_head():
     assert program(f"import sys, forerun.cli.generate; sys.exit(bool({heads} & set(sys.modules)))").returncode == 0
 
 
-def test_version():
-    assert call("--version").stdout == f"forerun {forerun.__version__}\n"
-
-
 @pytest.mark.parametrize(("arguments", "message"), [
     ((), "give either --prompt or --prompt-file"), (("-p", ""), "--prompt is empty"),
     (("-p", "a", "--drafter", "magic"), "drafter is 'magic'; known are none,"),
@@ -158,22 +142,18 @@ def test_the_text_is_the_models_own_and_json_tells_all_about_it(model):
     decoder, tokenizer = load(model, "float64", device="cpu")
     ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
     expected = decoder.generate(ids, max_new_tokens=24, do_sample=False)[0, ids.shape[1] :].tolist()
-    report = as_json(generate(model, "-p", PROMPT, "--json"))
+    report = as_json(generate(model, "-p", PROMPT, "--json", n=24))
     assert (report["token_ids"], report["text"]) == (expected, tokenizer.decode(expected))
     assert report["prompt_tokens"] == ids.shape[1]
     assert (report["finish_reason"], report["seed"], report["drafter"]) == ("length", None, "auto")
     assert report["stats"]["tokens"] == len(report["drafted"]) == 24
-    assert generate(model, "-p", PROMPT, "-d", "none").stdout == report["text"] + "\n"
+    assert generate(model, "-p", PROMPT, "-d", "none", n=24).stdout == report["text"] + "\n"
 
 
-def test_the_collector_does_not_look_at_what_a_command_has_loaded(model):
+def test_stats_go_to_stderr_and_the_collector_does_not_look_at_what_a_command_has_loaded(model):
     before = gc.get_freeze_count()
-    generate(model, "-p", PROMPT, n=1)
-    assert gc.get_freeze_count() > before
-
-
-def test_stats_go_to_stderr(model):
     result = generate(model, "-p", PROMPT, "--stats")
+    assert gc.get_freeze_count() > before
     assert "tokens per step" in result.stderr and "loading" in result.stderr and "tokens" not in result.stdout
     assert generate(model, "-p", PROMPT).stderr == ""
 
@@ -319,15 +299,12 @@ def audit(model: str, *arguments: object) -> Result:
     return call("audit", "-m", model, "--device", "cpu", "-n", 12, *arguments)
 
 
-def test_an_audit_passes_and_says_in_which_dtype(model):
+def test_an_audit_passes_and_says_in_which_dtype_and_fails_if_a_drafter_never_drafted(model):
     result = audit(model, "-p", PROMPT, "-d", "trie", "-d", "lookup")
     assert result.exit_code == 0 and "audit in float64" in result.stdout, result.output
     assert "All 14 texts are equal, token for token." in result.stdout  # one prompt, greedy beside two texts
     assert "'magic'" in audit(model, "-p", PROMPT, "-d", "magic").stderr
     assert "--prompt" in call("audit", "-m", model).stderr
-
-
-def test_an_audit_in_which_a_drafter_never_drafted_fails_and_its_table_is_whole(model):
     result = audit(model, "-p", PROMPT, "-d", "lookup", "-n", 1, "--seeds", 0)
     assert result.exit_code == 1, result.output
     columns = ("texts", "tokens", "accepted", "equal", "rounding", "different")
@@ -355,7 +332,7 @@ def test_an_audit_with_a_small_model_names_it_in_json(model):
 
 @pytest.fixture
 def small_demo(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompt = {"kind": "rag", "title": "An answer", "prompt": PROMPT, "max_new_tokens": 24}
+    prompt = {"kind": "rag", "title": "An answer", "prompt": PROMPT, "max_new_tokens": 12}
     monkeypatch.setattr(demo, "load", lambda name: load(model, "float64", device="cpu"))
     monkeypatch.setattr(demo, "demo_prompts", lambda: [dict(prompt), {**prompt, "kind": "code"}])
 
@@ -383,9 +360,7 @@ def test_a_warm_trie_needs_fewer_steps_and_json_has_both():
 
 @pytest.mark.usefixtures("small_demo")
 def test_a_demo_whose_texts_differ_fails(monkeypatch):
-    def wrong(self: TrieSource, rows: Any, limits: Any) -> list[DraftTree]:
-        return [DraftTree.chain([1][: row.request.max_draft_depth]) for row in rows]
-
+    wrong = Mock(side_effect=lambda rows, limits: [DraftTree.chain([1][: r.request.max_draft_depth]) for r in rows])
     monkeypatch.setattr(TrieSource, "propose", wrong)
     monkeypatch.setattr(forerun.decoding.level, "verify", gullible)
     result = call("demo", "--repeats", 1, "--kind", "rag", "--color")
@@ -408,10 +383,11 @@ def test_generate_keeps_long_prompts_and_a_wrong_size_is_refused(tmp_path):
     assert "add --kv-store" in call("generate", "--kv-store-limit", "1GB", "--prompt", "a").stderr
 
 
-def test_a_shell_completes_commands_and_options():
+def test_the_version_is_told_and_a_shell_completes_commands_and_options():
     env = {"_FORERUN_COMPLETE": "complete_bash", "COMP_WORDS": "forerun ge", "COMP_CWORD": "1"}
     assert "generate" in CliRunner().invoke(app, [], env=env, prog_name="forerun").output
     assert "--install-completion" in call("--help").output
+    assert call("--version").stdout == f"forerun {forerun.__version__}\n"
 
 
 def test_it_compiles_a_models_passes_and_waits_for_the_trie(model, tmp_path, monkeypatch):

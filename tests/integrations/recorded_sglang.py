@@ -49,29 +49,13 @@ class CustomSpecAlgo:
         return self.factory(server_args)
 
 
-class Ngram:
-    """``SpeculativeAlgorithm.NGRAM``."""
-
-    def has_draft_kv(self) -> bool:
-        return False
-
-    def need_topk(self) -> bool:
-        return False
-
-    def carries_draft_hidden_states(self) -> bool:
-        return False
-
-    def create_future_map(self, *args: Any, **kwargs: Any) -> Any:
-        return args, kwargs
-
-    def handle_server_args(self, server_args: Any) -> None:
-        server_args.speculative_num_draft_tokens = NODES
-
-
 class SpeculativeAlgorithm:
     """The registry; its names are upper case."""
 
-    NGRAM = Ngram()
+    NGRAM = SimpleNamespace(
+        **dict.fromkeys(("has_draft_kv", "need_topk", "carries_draft_hidden_states"), lambda: False),
+        handle_server_args=lambda server_args: setattr(server_args, "speculative_num_draft_tokens", NODES),
+    )
     registered: dict[str, CustomSpecAlgo] = {}  # noqa: RUF012
 
     @classmethod
@@ -80,12 +64,8 @@ class SpeculativeAlgorithm:
         spec_class: type[CustomSpecAlgo] = CustomSpecAlgo,
     ) -> Any:  # fmt: skip
         def decorator(factory: Any) -> Any:
-            cls.registered[name.upper()] = spec_class(
-                name=name.upper(),
-                factory=factory,
-                supports_overlap=supports_overlap,
-                validate_server_args=validate_server_args,
-            )
+            how = {"supports_overlap": supports_overlap, "validate_server_args": validate_server_args}
+            cls.registered[name.upper()] = spec_class(name=name.upper(), factory=factory, **how)
             return factory
 
         return decorator
@@ -108,24 +88,10 @@ class Req:
         return [*self.origin_input_ids_unpadded, *self.output_ids]
 
 
-@dataclass
-class ForwardMode:
-    """Of a batch."""
-
-    decode: bool
-
-    def is_decode(self) -> bool:
-        return self.decode
-
-
-class ScheduleBatch:
-    """What a worker reads of it."""
-
-    def __init__(self, reqs: list[Req], decode: bool, spec_info: Any = None, grammar: bool = False) -> None:
-        self.reqs, self.forward_mode, self.spec_info, self._grammar = reqs, ForwardMode(decode), spec_info, grammar
-
-    def grammar_needs_sync(self) -> bool:
-        return self._grammar
+def schedule_batch(reqs: list[Req], decode: bool, spec_info: Any = None, grammar: bool = False) -> SimpleNamespace:
+    """What a worker reads of a batch."""
+    mode, sync = SimpleNamespace(is_decode=lambda: decode), lambda: grammar
+    return SimpleNamespace(reqs=reqs, forward_mode=mode, spec_info=spec_info, grammar_needs_sync=sync)
 
 
 class NGRAMWorker:
@@ -135,14 +101,14 @@ class NGRAMWorker:
         self.enable_overlap, self.draft_token_num = server_args.overlap, server_args.speculative_num_draft_tokens
         self.model_runner = target_worker.model_runner
 
-    def _prepare_draft_tokens(self, batch: ScheduleBatch) -> tuple[Array, Array]:
+    def _prepare_draft_tokens(self, batch: SimpleNamespace) -> tuple[Array, Array]:
         raise AssertionError("the corpus is empty")
 
-    def _update_ngram_corpus(self, batch: ScheduleBatch) -> None:
+    def _update_ngram_corpus(self, batch: SimpleNamespace) -> None:
         raise AssertionError("the corpus is to stay empty")
 
     def forward_batch_generation(
-        self, batch: ScheduleBatch, on_publish: Any = None, pp_proxy_tensors: Any = None
+        self, batch: SimpleNamespace, on_publish: Any = None, pp_proxy_tensors: Any = None
     ) -> SimpleNamespace:
         rows, size = len(batch.reqs), self.draft_token_num
         accepted = np.full((rows, size), GARBAGE)
@@ -213,7 +179,7 @@ class Scheduler:
 
     def add(self, *reqs: Req) -> None:
         """Read their prompts."""
-        self._take(list(reqs), self.worker.forward_batch_generation(ScheduleBatch(list(reqs), decode=False)))
+        self._take(list(reqs), self.worker.forward_batch_generation(schedule_batch(list(reqs), decode=False)))
         self.running.extend(reqs)
 
     def step(self) -> None:
@@ -224,7 +190,7 @@ class Scheduler:
             accept_lens=torch.tensor([self._relayed[req.rid][1] for req in reqs], dtype=torch.int32),
         )
         before = dict(self._relayed)
-        result = self.worker.forward_batch_generation(ScheduleBatch(reqs, True, spec_info, self._grammar))
+        result = self.worker.forward_batch_generation(schedule_batch(reqs, True, spec_info, self._grammar))
         if self._overlaps:
             self._give(reqs, before)
         self._take(reqs, result)

@@ -231,31 +231,25 @@ def test_another_contract_is_told_of():
     assert under_way(proposer) == 0
 
 
-@pytest.mark.parametrize(("settings", "message"), [
-    ({"names": "x"}, "no setting 'names'; allowed: namespace, share, trie"),
-    (["x"], r"settings are \['x'\]; allowed: an object"), ({"namespace": 3}, "namespace is 3; allowed: a string"),
-    ({"share": 1}, "share is 1; allowed: true or false"), ({"capacity": 100}, r"capacity is 100; allowed: 2\*\*16"),
-    ({"capacity": 1e6}, "capacity is 1000000.0; allowed"),
-    ({"least_probability": 1.5}, "least_probability is 1.5; allowed: 0 to 1"),
-    ({"save_seconds": "60"}, "save_seconds is '60'; allowed: 0 to"),
-    ({"trie": 3}, "trie is 3; allowed: a path"),
-    ({"trie": "/no/such/folder/x.trie"}, "a file in a folder that exists and can be written"),
-    ({"trie": "/"}, "a file, and this is a folder"),
-    ({"trie": "nothing.trie", "save_seconds": 0}, "a file that exists"),
-    ({"trie": "x.trie", "share": False}, "share is False; allowed: true, where a trie file"),
+@pytest.mark.parametrize(("config", "message"), [
+    ({"most": None}, "num_speculative_tokens is None; allowed: 1 to 1024"),
+    ({"enable_prompt_embeds": True}, "enable_prompt_embeds is true"),
+    ({"use_v2_model_runner": True}, "VLLM_USE_V2_MODEL_RUNNER is true; allowed: 0 or unset"),
+    *(({"settings": settings}, message) for settings, message in (
+        ({"names": "x"}, "no setting 'names'; allowed: namespace, share, trie"),
+        (["x"], r"settings are \['x'\]; allowed: an object"), ({"namespace": 3}, "namespace is 3; allowed: a string"),
+        ({"share": 1}, "share is 1; allowed: true or false"), ({"capacity": 100}, r"capacity is 100; allowed: 2\*\*16"),
+        ({"capacity": 1e6}, "capacity is 1000000.0; allowed"), ({"trie": 3}, "trie is 3; allowed: a path"),
+        ({"least_probability": 1.5}, "least_probability is 1.5; allowed: 0 to 1"),
+        ({"save_seconds": "60"}, "save_seconds is '60'; allowed: 0 to"), ({"trie": "/"}, "and this is a folder"),
+        ({"trie": "/no/such/folder/x.trie"}, "a file in a folder that exists and can be written"),
+        ({"trie": "nothing.trie", "save_seconds": 0}, "a file that exists"),
+        ({"trie": "x.trie", "share": False}, "share is False; allowed: true, where a trie file"),
+    )),
 ])  # fmt: skip
-def test_wrong_settings_are_refused(settings, message):
+def test_wrong_settings_limits_and_prompts_without_tokens_are_refused(config, message):
     with pytest.raises(ValueError, match=message):
-        ForerunProposer(vllm_config(settings=settings))
-
-
-def test_wrong_limits_and_prompts_without_tokens_are_refused():
-    with pytest.raises(ValueError, match="num_speculative_tokens is None; allowed: 1 to 1024"):
-        ForerunProposer(vllm_config(most=None))
-    with pytest.raises(ValueError, match="enable_prompt_embeds is true"):
-        ForerunProposer(vllm_config(enable_prompt_embeds=True))
-    with pytest.raises(ValueError, match="VLLM_USE_V2_MODEL_RUNNER is true; allowed: 0 or unset"):
-        ForerunProposer(vllm_config(use_v2_model_runner=True))
+        ForerunProposer(vllm_config(**config))
 
 
 def test_a_trie_file_outlives_the_engine(tmp_path):

@@ -110,11 +110,11 @@ CUTS = ([1] * 20 + [2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 24, 25, 162], [255, 1, 44])
 EXACT = [*itertools.product((*NAMES, *MIXTURES), ("Q4_1", MIXED), (False,)), ("llama, wide", RANDOM, False)]
 EIGHT_BITS = [(name, "Q4_1", True) for name in ("llama", "qwen2", "qwen3_moe")]
 EIGHT_BITS += [*itertools.product((*NAMES, *MIXTURES), (MIXED,), (True,)), ("llama, wide", RANDOM, True)]
-SLOW = [cell for cell in EXACT if cell[0] in ("qwen2_moe", "mixtral")] + [("qwen3_moe", "Q4_1", True)]
+FEW = [(name, "Q4_1", False) for name in ("llama", "gemma3_text", "qwen3_moe")] + [("qwen2", "Q4_1", True)]
 
 
 @pytest.mark.parametrize(("name", "kind", "eight_bits"), [
-    pytest.param(*cell, marks=[pytest.mark.matrix] * (cell[1] != "Q4_1" or cell in SLOW))
+    pytest.param(*cell, marks=[pytest.mark.matrix] * (cell not in FEW))
     for cell in (*EXACT, *EIGHT_BITS)
 ])  # fmt: skip
 def test_logits_have_the_same_bits_in_every_pass(tmp_path, name, kind, eight_bits):
@@ -232,7 +232,7 @@ DRAFTED = [
 ]
 """Model, kind of its matrices, whether activations have eight bits, drafter."""
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5, 6], [9, 3], [*range(3, 40)]]
-FEW_DRAFTED = (("llama", False, "retrieval"), ("llama", True, "lookup"), ("qwen3_moe", True, "trie"))
+FEW_DRAFTED = (("llama", False, "retrieval"), ("qwen3_moe", True, "trie"))
 
 
 @pytest.mark.parametrize(("name", "kind", "eight_bits", "drafter"), [
@@ -245,7 +245,7 @@ def test_texts_with_drafts_equal_those_without(tmp_path, name, kind, eight_bits,
     drafting, none = Engine(model, drafter, settings=settings, prune_drafts=False), Engine(model, "none")
     assert drafting.exactness.level == "bitwise"
     for more in ({}, {"do_sample": True, "seed": 3, "temperature": 0.9}):
-        how: Any = {"max_new_tokens": 36, "eos_token_id": None, **more}
+        how: Any = {"max_new_tokens": 24, "eos_token_id": None, **more}
         plain = none.generate(PROMPTS, **how).generated
         assert eight_bits or plain == Engine(exact, "none").generate(PROMPTS, **how).generated
         found = drafting.generate(PROMPTS, **how)
@@ -253,7 +253,8 @@ def test_texts_with_drafts_equal_those_without(tmp_path, name, kind, eight_bits,
         assert none.generate(PROMPTS[0], **how).generated[0] == plain[0]
 
 
-@pytest.mark.parametrize("eight_bits", [False, True])
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("eight_bits", [True, False])
 def test_keys_and_values_may_be_bfloat16_beside_stored_weights(tmp_path, eight_bits):
     model, _ = store(tmp_path / "m.gguf", "qwen3", "Q4_1", eight_bits)
     how: Any = {"max_new_tokens": 40, "eos_token_id": None, "do_sample": False}
@@ -281,19 +282,21 @@ def test_the_gate_asks_floats_where_quantised_passes_differ(tmp_path, monkeypatc
 def test_an_audit_with_quantised_activations_fails_nowhere(tmp_path):
     """The model's own passes quantise other numbers, where theirs differ by rounding; that is no failure."""
     model, _ = store(tmp_path / "m.gguf", "llama", "Q4_1", eight_bits=True)
-    prompts = [np.random.default_rng(i).integers(6, 75, 12).tolist() for i in range(4)]
+    prompts = [np.random.default_rng(i).integers(6, 75, 12).tolist() for i in range(2)]
     report = audit(model, prompts, Plan(drafters=("lookup",), max_new_tokens=24))
     assert report.dtype == "stored" and report.exactness.level == "bitwise" and not report.failures
 
 
-@pytest.mark.parametrize(("dtype", "activations", "message"), [
-    ("stored", "int4", "activations is 'int4'; allowed are auto, int8, float32"),
-    ("bfloat16", "int8",
-        "activations is 'int8', and dtype 'bfloat16'; with other weights than 'stored' only auto is allowed"),
-])  # fmt: skip
-def test_other_activations_are_refused(tmp_path, dtype, activations, message):
+def test_other_activations_and_what_is_no_gguf_file_are_refused(tmp_path):
     file = str(write(tmp_path / "m.gguf", "Q4_1"))
-    assert refused(lambda: load(file, dtype, activations=activations)) == message
+    for dtype, activations, message in (
+        ("stored", "int4", "activations is 'int4'; allowed are auto, int8, float32"),
+        ("bfloat16", "int8", "activations is 'int8', and dtype 'bfloat16'; with other weights than 'stored' only auto"),
+    ):
+        assert message in refused(lambda dtype=dtype, how=activations: load(file, dtype, activations=how))
+    assert "dtype is 'stored', which is for GGUF files, and" in refused(lambda: load("bundled", "stored"))
+    kept("llama", torch.float32).save_pretrained(tmp_path / "folder")
+    assert f"{tmp_path / 'folder'} is not one" in refused(lambda: load(str(tmp_path / "folder"), "stored"))
 
 
 CHANGES: dict[str, Callable[[PreTrainedModel], Any]] = {
@@ -305,7 +308,7 @@ CHANGES: dict[str, Callable[[PreTrainedModel], Any]] = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_seen_at_the_next_look(tmp_path, change):
     model, _ = store(tmp_path / "m.gguf", "llama", "Q8_0")
@@ -318,46 +321,46 @@ def test_a_change_is_seen_at_the_next_look(tmp_path, change):
     assert not torch.equal(after, before)
 
 
-# --- refused
-
-
 def refused(how: Callable[[], Any]) -> str:
     with pytest.raises(ValueError) as error:
         how()
     return str(error.value)
 
 
-def test_what_is_no_gguf_file_is_refused(tmp_path):
-    assert "dtype is 'stored', which is for GGUF files, and" in refused(lambda: load("bundled", "stored"))
-    kept("llama", torch.float32).save_pretrained(tmp_path / "folder")
-    assert f"{tmp_path / 'folder'} is not one" in refused(lambda: load(str(tmp_path / "folder"), "stored"))
-
-
-def test_cuda_is_refused_and_not_chosen(tmp_path, monkeypatch):
+def test_cuda_is_not_chosen_and_refused_as_a_processor_without_a_kernel_is(tmp_path, monkeypatch):
     file = write(tmp_path / "m.gguf", "Q4_1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert load(str(file), "stored")[0].device.type == "cpu"
     message = refused(lambda: load(str(file), "stored", device="cuda"))
     assert "no kernel for it on cuda" in message and "--dtype bfloat16" in message
-
-
-def test_a_quantisation_without_a_kernel_is_named_with_its_tensor(tmp_path, monkeypatch):
-    def add(writer: Any) -> None:
-        writer.add_tensor(UP, np.zeros((64, 110), np.uint8), raw_dtype=gguf.GGMLQuantizationType.IQ3_S)
-
-    file = write(tmp_path / "m.gguf", "Q4_1", change=add, without=(UP,))
-    monkeypatch.setattr(loading, "_tokenizer", lambda *_: pytest.fail("it is refused before its tokenizer is read"))
+    monkeypatch.setattr(as_stored, "unusable", lambda: "the processor has no fused multiply-add")
     message = refused(lambda: load(str(file), "stored"))
-    assert "there is no kernel for IQ3_S, the format of tensor blk.0.ffn_up.weight" in message
-    assert "there are kernels for F32, F16, BF16, Q4_0, " in message and "MXFP4; --dtype bfloat16" in message
+    assert "no kernel for stored weights here: the processor has no fused multiply-add" in message
 
 
-def test_rows_that_are_no_whole_vectors_are_refused(tmp_path):
-    def add(writer: Any) -> None:
-        writer.add_tensor(UP, np.zeros((64, 30), np.float16))
+def with_up(array: np.ndarray, **kind: Any) -> dict[str, Any]:
+    """A file with another tensor in this place."""
+    return {"without": (UP,), "change": lambda writer: writer.add_tensor(UP, array, **kind)}
 
-    file = write(tmp_path / "m.gguf", "Q4_1", change=add, without=(UP,))
-    assert f"{UP} have 30 numbers, and the kernel for F16" in refused(lambda: load(str(file), "stored"))
+
+UNKEPT: list[tuple[dict[str, Any], list[str]]] = [
+    (with_up(np.zeros((64, 110), np.uint8), raw_dtype=gguf.GGMLQuantizationType.IQ3_S),
+        ["there is no kernel for IQ3_S, the format of tensor blk.0.ffn_up.weight",
+            "there are kernels for F32, F16, BF16, Q4_0, ", "MXFP4; --dtype bfloat16"]),
+    (with_up(np.zeros((64, 30), np.float16)), [f"{UP} have 30 numbers, and the kernel for F16"]),
+    ({"without": ("blk.1.ffn_up.weight", "output_norm.weight")},
+        ["incomplete and would be random: model.layers.1.mlp.up_proj.weight, model.norm.weight"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("how", "said"), UNKEPT)
+def test_a_file_that_cannot_be_kept_as_it_is_is_refused(tmp_path, monkeypatch, how, said):
+    """Another format, before its tokenizer is read."""
+    file = write(tmp_path / "m.gguf", "Q4_1", **how)
+    if "change" in how:
+        monkeypatch.setattr(loading, "_tokenizer", lambda *_: pytest.fail("it is read"))
+    message = refused(lambda: load(str(file), "stored"))
+    assert all(part in message for part in said), message
 
 
 def test_experts_of_other_kinds_are_refused(tmp_path):
@@ -370,18 +373,6 @@ def test_experts_of_other_kinds_are_refused(tmp_path):
     assert "ffn_gate_exps.weight belongs to experts that are not gated linear units" in message
 
 
-def test_missing_weights_are_refused(tmp_path):
-    file = write(tmp_path / "m.gguf", "Q4_1", without=("blk.1.ffn_up.weight", "output_norm.weight"))
-    message = refused(lambda: load(str(file), "stored"))
-    assert "incomplete and would be random: model.layers.1.mlp.up_proj.weight, model.norm.weight" in message
-
-
-def test_a_processor_without_a_kernel_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(as_stored, "unusable", lambda: "the processor has no fused multiply-add")
-    message = refused(lambda: load(str(write(tmp_path / "m.gguf", "Q4_1")), "stored"))
-    assert "no kernel for stored weights here: the processor has no fused multiply-add" in message
-
-
 def test_stored_weights_say_what_they_are_and_are_not_saved(tmp_path):
     model, _ = store(tmp_path / "m.gguf", "llama", "Q4_1")
     assert "keep the file" in refused(lambda: model.save_pretrained(tmp_path))
@@ -389,9 +380,6 @@ def test_stored_weights_say_what_they_are_and_are_not_saved(tmp_path):
     assert isinstance(layer, StoredLinear) and isinstance(embedding, StoredEmbedding)
     assert "in_features=96, out_features=96, bias=True, kind=" in repr(layer)
     assert repr(embedding) == "StoredEmbedding(75, 96, kind=Q4_1)"
-
-
-# --- other engines
 
 
 def test_llama_cpp_is_given_the_very_file_and_openvino_nothing(tmp_path):
@@ -408,9 +396,7 @@ def test_llama_cpp_is_given_the_very_file_and_openvino_nothing(tmp_path):
         assert found.absent == {"fake": "it cannot be given weights as a GGUF file stores them"}
 
 
-# --- hybrids
-
-
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("architecture", gguf_hybrids.MODELS)
 def test_a_hybrid_read_as_it_is_stored_is_what_transformers_dequantises(tmp_path, architecture):
     exact = gguf_hybrids.built(architecture)
@@ -430,12 +416,12 @@ def test_drafts_change_nothing_of_a_hybrid(tmp_path, architecture):
     mtp = mtp_tensors(gguf_hybrids.built(architecture)) if architecture == "qwen35" else None
     model, _ = load(str(gguf_hybrids.write(tmp_path / "m.gguf", architecture, "Q4_1", mtp)), "stored")
     texts = []
-    for drafter in ("none", "auto", "trie", *(() if mtp is None else ("mtp",))):
+    for drafter in ("none", "trie", "auto" if mtp is None else "mtp"):
         engine = Engine(model, drafter)
         assert engine.exactness.level == "bitwise", engine.exactness.reason
         assert isinstance(engine.target, CompiledScorer) == (architecture == "lfm2")
         prompts = [[3, 20, 30, 41, 7, 3, 20, 30], [9, 9, 9]]
-        texts.append(engine.generate(prompts, max_new_tokens=20, eos_token_id=None).generated)
+        texts.append(engine.generate(prompts, max_new_tokens=12, eos_token_id=None).generated)
     assert all(text == texts[0] for text in texts)
 
 

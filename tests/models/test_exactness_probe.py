@@ -52,13 +52,11 @@ def test_one_layer_that_goes_through_torch_is_noticed(monkeypatch):
     model, takes = kept("llama", torch.float32), ordered_modules.takes
     odd = model.model.layers[1].mlp.down_proj.weight.data_ptr()
 
-    def some(x: torch.Tensor, weight: torch.Tensor) -> bool:
-        return takes(x, weight) and not (weight.data_ptr() == odd and x.numel() > 4 * x.shape[-1])
-
-    monkeypatch.setattr(ordered_modules, "takes", some)
+    monkeypatch.setattr(
+        ordered_modules, "takes", lambda x, w: takes(x, w) and not (w.data_ptr() == odd and x.numel() > 4 * x.shape[-1])
+    )
     found = probe(Scorer(model))
-    assert found.level == "rounding"
-    assert "tokens rounds differently from one over" in str(found.reason)
+    assert found.level == "rounding" and "tokens rounds differently from one over" in str(found.reason)
 
 
 def test_a_sum_in_another_order_is_noticed(monkeypatch):

@@ -184,12 +184,6 @@ def bits(head: Gemma4AssistantHead, cache: FullCache, states: torch.Tensor, toke
     return [first, head.extend(growths, [[0, 0]], [[3, 4]]), growths[0].hidden]
 
 
-def test_a_cache_without_the_target_s_own_keys_is_refused(tmp_path):
-    head = Gemma4AssistantHead(gemma4_assistant(tmp_path, gemma4()))
-    with pytest.raises(ValueError, match="a StreamingCache lacks some"):
-        head.open(StreamingCache(8, 1, 8, None))
-
-
 def change(folder: Path, **entries: Any) -> None:
     """Change a configuration, or the one inside it."""
 
@@ -236,7 +230,9 @@ def test_an_assistant_that_does_not_fit_is_refused_before_any_work(name, tmp_pat
         Gemma4AssistantHead(folder).bind(Scorer(gemma4()))
 
 
-def test_an_assistant_for_a_target_without_such_layers_is_refused(tmp_path):
-    folder = gemma4_assistant(tmp_path, gemma4())
+def test_a_target_without_such_layers_and_a_cache_without_its_own_keys_are_refused(tmp_path):
+    head = load_head(gemma4_assistant(tmp_path, gemma4()))
     with pytest.raises(ValueError, match="the target's layers are of no named kind"):
-        load_head(folder).bind(Scorer(tiny("llama")))
+        head.bind(Scorer(tiny("llama")))
+    with pytest.raises(ValueError, match="a StreamingCache lacks some"):
+        head.open(StreamingCache(8, 1, 8, None))

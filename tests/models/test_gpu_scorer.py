@@ -52,17 +52,12 @@ TEXT = np.random.default_rng(0).integers(0, 61, 24)
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Take the way of GPUs on a CPU; the passes that were recorded."""
-    recorded: list[int] = []
+    recorded, record = list[int](), RunAgain.record
     interpret_products(monkeypatch)
     interpret_quickly(monkeypatch)
-
-    class Noted(RunAgain):
-        def record(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-            recorded.append(1)
-            return super().record(work)
-
+    monkeypatch.setattr(RunAgain, "record", lambda self, work: recorded.append(1) or record(self, work))
     monkeypatch.setattr(gpu, "runs_on", lambda device: True)
-    monkeypatch.setattr(cuda_graphs, "Recorder", Noted)
+    monkeypatch.setattr(cuda_graphs, "Recorder", RunAgain)
     monkeypatch.setattr(GpuScorer, "warm_up", lambda *_: None)  # its passes take the interpreter seconds
     return recorded
 
@@ -209,21 +204,6 @@ def test_what_a_recorded_pass_has_of_a_model_follows(on_gpu, copied):
     assert not torch.allclose(before, after, atol=1e-2)
 
 
-@torch.inference_mode()
-def test_recordings_are_few_and_never_made_twice(on_gpu):
-    """Powers of two of tokens, whatever a tree looks like and wherever in the text it is."""
-    scorer = GpuScorer(model())
-    caches = [read(scorer, length) for length in (9, 8, 3)]
-    on_gpu.clear()
-    trees = [DraftTree.empty(), *(DraftTree.chain(np.arange(depth)) for depth in (1, 2, 3, 5, 7)), TREE]
-    for _ in range(2):
-        for cache in caches:
-            for tree in trees:
-                scorer.score([Block(TEXT[cache.length : cache.length + 1], tree, cache.length)], [cache])
-    assert len(on_gpu) == 2  # of 1 and 2 tokens; prefill recorded those of 4, 8 and 16
-    assert scorer.recordings == 5
-
-
 class Launches:
     """Runs no kernel, and notes what Triton compiles anew for: constants, and which integers and pointers are multiples
     of 16, or 1."""
@@ -358,18 +338,6 @@ def test_an_offloaded_prompt_is_read_by_libraries(on_gpu, monkeypatch):
                 cache.commit(block, [])
             found.append(logits)
     assert torch.equal(*found)
-
-
-def test_a_model_whose_passes_cannot_be_recorded(on_gpu, monkeypatch):
-    class Refusing:
-        def record(self, work: Callable[[], Any]) -> Any:
-            raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(cuda_graphs, "Recorder", Refusing)
-    engine = Engine(model(), "none")
-    alone = engine.generate(torch.tensor(TEXT[None, :6]), max_new_tokens=4).generated
-    monkeypatch.undo()
-    assert alone == Engine(model(), "none").generate(torch.tensor(TEXT[None, :6]), max_new_tokens=4).generated
 
 
 def test_drafts_change_no_bit(on_gpu):

@@ -24,17 +24,13 @@ from forerun.models.heads.mtp import MtpHead
 Make = Callable[[Path, PreTrainedModel], Path]
 
 
-@pytest.mark.parametrize(
-    ("config", "layers"),
-    [
-        ({}, (2, 16, 29)),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}}, (2, 16, 29)),  # SpecForge's default
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}}, (2, 16, 29)),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 5, 9]}, (1, 5, 9)),
-    ],
-)
-def test_the_default_layers_are_known_however_they_are_numbered(config, layers):
-    assert _aux_layers(config, 32) == layers
+def test_the_default_layers_are_known_however_they_are_numbered():
+    def layers(*numbers: int) -> dict[str, Any]:
+        return {"eagle_aux_hidden_state_layer_ids": [*numbers]}
+
+    default = [{}, {"eagle_config": layers(1, 15, 28)}, {"eagle_config": layers(2, 16, 29)}]  # the first is SpecForge's
+    assert [_aux_layers(config, 32) for config in default] == [(2, 16, 29)] * 3
+    assert _aux_layers(layers(1, 5, 9), 32) == (1, 5, 9)
 
 
 def fused(config: dict[str, Any], w: dict[str, torch.Tensor], states: list[torch.Tensor]) -> torch.Tensor:
@@ -72,10 +68,6 @@ def eagle3_outputs(folder: Path, model: PreTrainedModel, sequence: list[int], re
         if len(hidden) == len(sequence) - 1:
             return fed[0], final[0] @ w["lm_head.weight"].T
         hidden = torch.cat([hidden, fed])
-
-
-def eagle3_logits(folder: Path, model: PreTrainedModel, sequence: list[int], read: int) -> torch.Tensor:
-    return eagle3_outputs(folder, model, sequence, read)[1]
 
 
 def peagle_logits(folder: Path, model: PreTrainedModel, text: list[int], read: int) -> torch.Tensor:
@@ -191,6 +183,10 @@ def dspark_logits(folder: Path, model: PreTrainedModel, text: list[int], read: i
             bias = z[8:].tanh()
     logits: torch.Tensor = w["lm_head.weight"] @ rows[len(text) - 1 - read]
     return logits + w["markov_head.markov_w2.weight"] @ bias
+
+
+def eagle3_logits(*given: Any) -> torch.Tensor:
+    return eagle3_outputs(*given)[1]
 
 
 KINDS: dict[str, tuple[Make, Callable[..., torch.Tensor]]] = {

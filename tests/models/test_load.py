@@ -11,7 +11,6 @@ from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
 from forerun import Engine
 from forerun.models.loading.load import find, load, load_draft
-from forerun.reference import bundled
 
 
 @pytest.fixture(scope="module")
@@ -31,26 +30,15 @@ def test_a_model_is_loaded_in_evaluation_mode_with_its_tokenizer_and_nothing_is_
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    ("dtype", "loaded"), [("auto", torch.bfloat16), ("float32", torch.float32), ("float64", torch.float64)]
-)
-def test_weights_have_the_dtype_that_was_asked_for(saved, dtype, loaded):
-    assert load(str(saved), dtype, device="cpu")[0].dtype == loaded
-
-
-def test_a_small_model_is_loaded_in_the_type_of_its_target(saved):
-    for dtype in ("float16", "bfloat16", "float32", "float64"):
-        target, tokenizer = load(str(saved), dtype, device="cpu")
-        assert load_draft(str(saved), target, tokenizer).dtype == target.dtype == getattr(torch, dtype)
+@pytest.mark.parametrize("dtype", ["auto", "float16", "bfloat16", "float32", "float64"])
+def test_weights_have_the_dtype_that_was_asked_for_and_those_of_a_small_model_the_targets(saved, dtype):
+    target, tokenizer = load(str(saved), dtype, device="cpu")
+    assert load_draft(str(saved), target, tokenizer).dtype == target.dtype
+    assert target.dtype == (torch.bfloat16 if dtype == "auto" else getattr(torch, dtype))
 
 
 def test_the_bundled_model_is_loaded_in_float32():
-    try:
-        bundled("target")
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
-    model, _ = load("bundled", device="cpu")
-    assert model.dtype == torch.float32
+    assert load("bundled", device="cpu")[0].dtype == torch.float32
 
 
 @pytest.mark.parametrize(("settings", "message"), [

@@ -5,6 +5,7 @@ import logging
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -74,19 +75,9 @@ def test_it_is_quantised_once_and_anew_when_the_weights_change(folder, caplog):
 
 
 def test_nothing_is_left_where_quantising_fails(folder):
-    def interrupt(done: int, total: int) -> None:
-        if done == 3:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        load(str(folder), quantize="q8_0", progress=interrupt)
+        load(str(folder), quantize="q8_0", progress=Mock(side_effect=[None] * 3 + [KeyboardInterrupt]))
     assert not files(folder) and not list((folder.parent / "cache").rglob("*.tmp"))
-
-
-def test_it_is_refused_where_the_disk_is_full(folder, monkeypatch):
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=5))
-    with pytest.raises(ValueError, match="bytes, and 5 are free; set XDG_CACHE_HOME"):
-        load(str(folder), quantize="q8_0")
 
 
 @pytest.mark.parametrize(("given", "said"), [
@@ -99,7 +90,11 @@ def test_wrong_settings_are_refused_before_anything_is_loaded(given, said, folde
         load(str(folder), **given)
 
 
-def test_rows_that_are_no_whole_blocks_are_refused_by_name(folder):
+def test_rows_that_are_no_whole_blocks_and_a_full_disk_are_refused_by_name(folder, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=5))
+        with pytest.raises(ValueError, match="bytes, and 5 are free; set XDG_CACHE_HOME"):
+            load(str(folder), quantize="q8_0")
     save_model(folder)
     with pytest.raises(ValueError, match=r"down_proj.weight in .* have 48 numbers, and Q8_0 needs a multiple of 32"):
         load(str(folder), quantize="q8_0")

@@ -180,18 +180,13 @@ def test_an_index_that_moved_unused_is_found(llama):
 
 
 @torch.inference_mode()
-def test_other_caches_take_the_models_own_pass(llama):
+def test_other_caches_and_batches_of_two_kinds_take_the_models_own_pass(llama):
     own, model = llama
     cache, expected = (AllKeysView(source(model, 200)) for _ in range(2))
     for each in (cache, expected):
         each.sync()
     block = Block(np.array([7]), TREES[2], 200)
     assert difference(own.score([block], [cache])[0], Scorer(model).score([block], [expected])[0]) < 2e-5
-
-
-@torch.inference_mode()
-def test_a_batch_of_caches_of_two_kinds_takes_the_models_own_pass(llama):
-    own, model = llama
     full, block = source(model, 300), Block(TEXT[300:301], TREES[1], 300)
     caches = [CACHES[kind](own, full) for kind in ("low-rank", "streaming")]
     for cache in caches:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ import forerun
 from forerun.audit.audit import Plan, audit
 from forerun.core.block import RowScores
 from forerun.core.origin import Origin
-from forerun.models.forward import static_lists
+from forerun.models.forward import pass_timing, static_lists
 from forerun.models.forward.exactness import Exactness
 from forerun.models.forward.gate import admit
 from forerun.models.forward.runtime import (
@@ -50,15 +51,10 @@ class Counted(Scorer):
         return super().score_rows(*arguments)
 
 
-class SelfTest:
-    """A self-test that counts how often it runs."""
-
-    def __init__(self, reason: str | None = None) -> None:
-        self.reason, self.runs = reason, 0
-
-    def __call__(self) -> str | None:
-        self.runs += 1
-        return self.reason
+@pytest.fixture(autouse=True)
+def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs are measured quickly."""
+    monkeypatch.setattr(pass_timing, "MAX_ROUNDS", 2)
 
 
 @pytest.fixture
@@ -78,15 +74,13 @@ def content(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def test_results_are_kept_for_other_scorers_of_a_model_in_the_process(model):
-    cache, test = process(None), SelfTest()
+    cache, test = process(None), Mock(return_value=None)
     first, second = Counted(model), Counted(model)
     exactness, costs = cache.exactness(first, 64, False), cache.costs(first)
     assert cache.self_test(first, test) is cache.self_test(second, test) is None
     assert cache.exactness(second, 64, False) == exactness == Exactness(exactness.level, exactness.reason)
     assert cache.costs(second) == costs
-    assert test.runs == 1
-    assert first.passes
-    assert not second.passes
+    assert test.call_count == 1 and first.passes and not second.passes
 
 
 @pytest.fixture
@@ -99,17 +93,14 @@ def no_faster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_faster")
 def test_a_later_process_takes_them_from_the_folder_and_says_so(model, tmp_path):
-    test, scorer = SelfTest(), Counted(model)
+    test, scorer = Mock(return_value=None), Counted(model)
     found, costs = process(tmp_path).exactness(scorer, 64, False), process(tmp_path).costs(scorer)
     process(tmp_path).self_test(scorer, test)
     later, counted = process(tmp_path), Counted(model)
     kept = later.exactness(counted, 64, False)
-    assert kept.level == found.level
-    assert kept.reason is not None
-    assert "measured earlier on this machine" in kept.reason
-    assert not counted.passes
+    assert kept.level == found.level and "measured earlier on this machine" in str(kept.reason)
     assert later.self_test(scorer, test) is None
-    assert test.runs == 1
+    assert not counted.passes and test.call_count == 1
     assert process(tmp_path).costs(scorer) == costs
 
 
@@ -120,40 +111,34 @@ def test_a_later_process_takes_them_from_the_folder_and_says_so(model, tmp_path)
     lambda model: model.lm_head.register_forward_hook(lambda *given: None),
 ], ids=["weights", "dtype", "configuration", "attention", "threads", "hook"])  # fmt: skip
 def test_a_changed_model_or_machine_is_tested_anew(change, model, tmp_path):
-    cache, test = process(tmp_path), SelfTest()
+    cache, test = process(tmp_path), Mock(return_value=None)
     cache.self_test(Scorer(model), test)
     try:
         change(model)
         cache.self_test(Scorer(model), test)
     finally:
         torch.set_num_threads(1)
-    assert test.runs == 2
+    assert test.call_count == 2
 
 
-def test_a_failed_self_test_is_not_kept(model, tmp_path):
-    cache, test = process(tmp_path), SelfTest("it differs")
+def test_a_failed_self_test_is_not_kept_and_other_code_s_in_the_process_only(model, tmp_path, monkeypatch):
+    cache, test = process(tmp_path), Mock(return_value="it differs")
     assert cache.self_test(Scorer(model), test) == cache.self_test(Scorer(model), test) == "it differs"
-    assert test.runs == 2
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_model_that_runs_other_code_is_kept_in_the_process_only(model, tmp_path, monkeypatch):
+    assert test.call_count == 2
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda *_: pytest.fail("a pass"))
-    cache, test = process(tmp_path), SelfTest()
-    cache.self_test(Scorer(model), test)
-    cache.self_test(Scorer(model), test)
-    assert test.runs == 1
-    assert not list(tmp_path.iterdir())
+    cache, test = process(tmp_path), Mock(return_value=None)
+    assert cache.self_test(Scorer(model), test) is cache.self_test(Scorer(model), test) is None
+    assert test.call_count == 1 and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"self-test, Scorer": 1}', "[" * 100_000])
 def test_a_damaged_file_counts_as_missing(text, model, tmp_path):
-    test = SelfTest()
+    test = Mock(return_value=None)
     process(tmp_path).self_test(Scorer(model), test)
     file, _ = content(tmp_path)
     file.write_text(text)
     process(tmp_path).self_test(Scorer(model), test)
-    assert test.runs == 2
+    assert test.call_count == 2
     assert content(tmp_path)[1] == {"self-test, Scorer": True}
 
 
@@ -169,10 +154,10 @@ def test_wrong_values_in_a_file_are_measured_anew(model, tmp_path):
 
 def test_without_a_writable_folder_everything_is_measured(model, tmp_path):
     (tmp_path / "file").write_text("")
-    test = SelfTest()
+    test = Mock(return_value=None)
     for _ in range(2):
         process(tmp_path / "file" / "folder").self_test(Scorer(model), test)
-    assert test.runs == 2
+    assert test.call_count == 2
 
 
 @pytest.mark.parametrize(
@@ -192,15 +177,13 @@ def test_costs_that_others_disturbed_are_measured_again_when_nothing_disturbs_pa
     share = [0.5]
     cache, scorer = process(tmp_path, lambda: share[0]), Counted(model)
     found = cache.costs(scorer)
-    assert found.doubtful
-    assert not list(tmp_path.iterdir())
+    assert found.doubtful and not list(tmp_path.iterdir())
     assert cache.costs(scorer) == found
     share[0] = 1.0
     believed = cache.costs(scorer)
     assert not believed.doubtful
     share[0], scorer.passes = 0.5, 0
-    assert cache.costs(scorer) == believed
-    assert not scorer.passes
+    assert cache.costs(scorer) == believed and not scorer.passes
     assert process(tmp_path).costs(scorer) == believed
 
 
@@ -227,21 +210,15 @@ def test_an_audit_takes_nothing_from_the_folder(model, tmp_path):
     assert report.exactness == Exactness("bitwise")
 
 
-def test_a_default_runtime_ends_alone():
+def test_a_default_runtime_ends_alone_and_the_folder_is_the_users_cache_folder(monkeypatch, tmp_path):
     before = default_runtime()
     with runtime_as_default(Runtime()), runtime_as_default(first := Runtime()):
         assert default_runtime() is first
     assert default_runtime() is before
-
-
-def test_the_folder_is_the_users_cache_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert user_folder() == tmp_path / "forerun" / "startup"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert user_folder() is None
-
-
-# --- static lists: what the model says after the beginning of a text and one token
 
 
 BOS = 3

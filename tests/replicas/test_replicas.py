@@ -5,9 +5,7 @@ import gc
 import json
 import os
 import signal
-import socket
 import subprocess
-import sys
 import time
 import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -15,12 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock, call
 
 import httpx
 import numpy as np
 import pytest
 from starlette.types import Message
-from support.live_server import PATIENCE
+from support.commands import start
+from support.live_server import PATIENCE, free_socket, ready
 
 from forerun.core.request import Request
 from forerun.replicas import cluster
@@ -150,12 +150,8 @@ def test_texts_are_learned_in_slices_for_which_streams_wait_only_shortly():
     exchange, learned, half = Exchange(), list[list[list[int]]](), [7] * (LEARNED_TOKENS // 2)
     exchange.trade("two", [text(*half), text(*half), text(3), text(*half * 3), text(4)], 0, "")
     client_of(exchange, lambda _, rows: learned.append(rows)).trade_once()
-    assert [[len(row) / len(half) for row in rows] for rows in learned] == [
-        [1, 1],
-        [1 / len(half)],
-        [3],
-        [1 / len(half)],
-    ]
+    one = 1 / len(half)
+    assert [[len(row) / len(half) for row in rows] for rows in learned] == [[1, 1], [one], [3], [one]]
 
 
 def ended(*tokens: int, **more: Any) -> Request:
@@ -179,17 +175,12 @@ def test_a_trader_hands_in_what_ended_and_learns_what_is_new():
 
 
 def test_texts_that_cannot_be_learned_do_not_end_the_trade(caplog):
-    exchange, learned = Exchange(), []
-
-    def learn(namespace: str, sequences: list[list[int]]) -> None:
-        learned.append(sequences)
-        raise LookupError("broken")
-
+    exchange, learn = Exchange(), Mock(side_effect=LookupError("broken"))
     trader = client_of(exchange, learn, 0.01)
     trader.start()
     for token in (1, 2):
         exchange.trade("two", [text(token)], 0, "")
-        until(lambda token=token: learned[-1:] == [[[token]]])
+        until(lambda token=token: learn.call_args == call("a/default", [[token]]))
     trader.close()
     assert "not indexed" in caplog.text
 
@@ -394,11 +385,8 @@ def test_an_application_hears_that_nobody_listens_any_more():
 
 
 def test_an_applications_failure_is_raised():
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        raise LookupError("broken")
-
     with pytest.raises(LookupError, match="broken"):
-        served(app)
+        served(AsyncMock(side_effect=LookupError("broken")))
 
 
 @pytest.mark.parametrize(
@@ -432,40 +420,26 @@ def test_settings_that_replicas_do_not_have_are_refused(wrong, says):
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Two replicas of the bundled model; the address."""
     pytest.importorskip("ray", reason="Ray is not installed")
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
+    with free_socket() as one:
         port = one.getsockname()[1]
     folder = tmp_path_factory.mktemp("kept")
-    command = [sys.executable, "-m", "forerun.cli", "serve", "--ray", "--replicas", "2", "--port", str(port)]
-    command += ["--kv-memory", "256MiB", "--kv-store", str(folder), "--rows", "4"]
+    command = ("serve", "--ray", "--replicas", 2, "--port", port, "--kv-memory", "256MiB", "--kv-store", folder)
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    log = folder.with_suffix(".log").open("w+")
-    served = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True)
-    try:
-        address = f"http://127.0.0.1:{port}"
-        until(lambda: served.poll() is not None or answers(address), log.name)
-        assert served.poll() is None, Path(log.name).read_text()
-        yield address
+    log = folder.with_suffix(".log")
+    how = {"env": environment, "stdout": log.open("w"), "stderr": subprocess.STDOUT}
+    with how["stdout"], start(*command, "--rows", 4, **how) as served:
+        until(lambda: served.poll() is not None or ready(port), log)
+        assert served.poll() is None, log.read_text()
+        yield f"http://127.0.0.1:{port}"
         served.send_signal(signal.SIGINT)
-        assert served.wait(PATIENCE) == 0, Path(log.name).read_text()
-    finally:
-        served.kill()
-        served.wait()
-        log.close()
+        assert served.wait(PATIENCE) == 0, log.read_text()
 
 
-def until(true: Any, log: str = "") -> None:
+def until(true: Any, log: Path | None = None) -> None:
     end = time.monotonic() + 2 * PATIENCE  # Ray starts a dozen processes
     while not true():
-        assert time.monotonic() < end, Path(log).read_text() if log else "too late"
+        assert time.monotonic() < end, log.read_text() if log else "too late"
         time.sleep(0.1)
-
-
-def answers(address: str) -> bool:
-    try:
-        return httpx.get(f"{address}/ready", timeout=PATIENCE).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def complete(address: str, prompt: str, tokens: int = 24, **more: Any) -> httpx.Response:

@@ -69,7 +69,7 @@ def test_a_required_call_follows_its_schema_and_costs_few_steps(client):
     assert answer.usage.model_dump()["forerun"]["steps"] * 2 < answer.usage.completion_tokens
 
 
-@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 1, "seed": 5}, {"temperature": 1, "seed": 6}])
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 1, "seed": 5}])
 def test_calls_are_the_same_with_drafts_without_and_in_a_stream(client, options):
     fields = {**CHAT, **ONE, "parallel_tool_calls": True, **options}
     whole = client.chat.completions.create(**fields).choices[0]
@@ -109,13 +109,6 @@ def test_calls_that_were_made_are_texts_for_a_template_that_knows_none(tools):
     assert 'assistant: <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n' in text
     assert "user: <tool_response>\n2\n</tool_response>\n" in text
     assert ("# Tools" in text) == (tools is not None)
-
-
-def test_a_tool_whose_schema_cannot_be_read_is_only_shown(server):
-    for parameters in ({"properties": ["x"]}, {"$defs": 3}, {"properties": {"x": {"anyOf": {"a": 1}, "$ref": 4}}}):
-        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-        answer = server.post({**CHAT, "tools": [tool], "max_tokens": 4}, "chat/completions")
-        assert answer.status_code == 200, answer.text
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +176,7 @@ def unchanged(server: LiveServer) -> list[str]:
     return [text_of(server.post(body)) for body in SAMPLED]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("change", SAMPLING, ids=lambda each: "-".join(each))
 def test_sampling_is_exact_with_drafts(server, unchanged, change):
     changed = False
@@ -402,7 +395,7 @@ def test_a_prediction_saves_steps_and_changes_nothing(client):
         return answer.choices[0].message.content, answer.usage.model_dump()["forerun"]["steps"]
 
     saved = 0
-    for seed in range(3):
+    for seed in range(2):
         text, alone = steps(seed)
         for content in (text, [{"type": "text", "text": text}]):
             predicted, fewer = steps(seed, prediction={"type": "content", "content": content})

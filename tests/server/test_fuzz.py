@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from http.client import HTTPResponse
 from typing import Any
+from unittest.mock import Mock
 
 import openai
 import pytest
@@ -34,15 +35,14 @@ from support.live_server import (
     text_of,
     until,
 )
-from support.malformed_requests import RequestFuzzer
-from support.response_checks import ask_all, wrong
+from support.malformed_requests import RawRequest, RequestFuzzer
+from support.response_checks import RawAnswer, ask_all, wrong
 
 from forerun.core.fairness import FairExecutor
 from forerun.core.json_counts import count_json
 from forerun.core.request import Request
 from forerun.engine.engine import BUDGET, Engine
 from forerun.kv.full_cache import FullCache
-from forerun.models.text.schemas import SchemaError
 from forerun.server import app, bodies, http_server, middleware
 from forerun.server.api_errors import ApiError
 from forerun.server.bodies import SMALL_BYTES
@@ -144,6 +144,26 @@ def test_nonsense_is_refused_and_leaves_nothing_behind(engine, serve, count):
     assert text_of(one.post(ASKED)) == wanted
 
 
+GOOD = b'{"error": {"message": "no", "type": "x", "param": null, "code": null}}'
+JSON, STREAM = b"application/json", b"text/event-stream"
+
+
+@pytest.mark.parametrize(("status", "body", "kind", "fault"), [
+    (200, b"{}", JSON, None), (400, GOOD, JSON, None), (500, GOOD, JSON, "status 500"), (503, GOOD, JSON, "status 503"),
+    (400, b"Bad Request", JSON, "OpenAI's shape"), (400, b'{"error": {"message": ""}}', JSON, "OpenAI's shape"),
+    (200, b"data: {}\n\ndata: [DONE]\n\n", STREAM, None), (200, b"data: {}\n\n", STREAM, "a stream ends with"),
+    (200, b'data: {"error": {"type": "server_error"}}\n\n', STREAM, "a stream ends with"),
+    (200, b'data: {"type": "response.completed", "code": "failed"}\n\n', STREAM, "a stream ends"),
+])  # fmt: skip
+def test_a_wrong_answer_to_nonsense_is_found(status, body, kind, fault):
+    line, shot = b"HTTP/1.1 %d OK\r\ncontent-type: %s\r\ncontent-length: %d\r\n\r\n", RawRequest("posted", (b"",))
+    said = line % (status, kind, len(body)) + body
+    found = wrong(shot, RawAnswer(said, 1.0, True))
+    assert found is None if fault is None else fault in str(found)
+    assert "it hangs" in str(wrong(shot, RawAnswer(said, 1.0, False)))
+    assert wrong(shot, RawAnswer(b"", 1.0, True)) == "no answer"
+
+
 @pytest.mark.parametrize(("kind", "body"), [
     (CompletionRequest, {"prompt": ["a"] * 20_000}), (CompletionRequest, {"prompt": [None] * 20_000}),
     (CompletionRequest, {"prompt": "Hi", "stop": [1] * 20_000}),
@@ -160,8 +180,7 @@ def test_a_body_with_a_thousand_mistakes_has_one_error(kind, body):
 
 
 def test_a_text_far_too_long_is_refused_by_its_beginning(engine, monkeypatch):
-    seen: list[int] = []
-    counted: list[int] = []
+    seen, counted = list[int](), list[int]()
 
     class Counting:
         chat_template = TEMPLATE
@@ -193,14 +212,6 @@ def test_a_text_far_too_long_is_refused_by_its_beginning(engine, monkeypatch):
     assert not seen and max(counted) <= 1600  # other prompts do not wait for it
     text = "one two three " * 20  # longer than the first look, and not too long
     assert encoder(CompletionRequest(model="bundled", prompt=text))[0].ids == engine.tokenizer(text)["input_ids"]
-
-
-@pytest.mark.parametrize("divisor", [9_999_991, 1e6, 49_999.5])
-def test_a_divisor_that_would_take_minutes_to_compile_is_refused(engine, divisor):
-    schema = {"type": "object", "properties": {"a": [{"type": "number", "multipleOf": divisor}]}}
-    with pytest.raises(SchemaError, match=r"multipleOf has [0-9,]+ remainders in all; 50,000 are the most"):
-        engine.grammars.of(json_schema(schema))
-    assert engine.grammars.of(json_schema({"type": "number", "multipleOf": 0.25}))
 
 
 @contextmanager
@@ -285,21 +296,17 @@ def test_connections_beyond_the_limit_are_told_so(engine, serve):
     assert one.post(ASKED).status_code == 200
 
 
-def test_a_server_tells_its_health_whatever_sends_bodies_that_do_not_come(engine, serve):
-    one = serve(engine, connections=16)
-    with clients(one, 16 + 2 * RESERVED_CONNECTIONS) as flood:
-        for each in flood:
-            each.sendall(head(100) + b"{")
-        for address in ("/health", "/ready") * 3:
-            assert told(one, get(address)).startswith(b"HTTP/1.1 200")
-
-
-def test_one_address_leaves_connections_to_others(engine, serve):
+def test_one_address_leaves_connections_to_others_and_to_questions_of_health(engine, serve):
     one = serve(engine, connections=16)
     with clients(one, 14):
         until(lambda: connections(one) == 14)
         assert told(one, get("/v1/models", CLOSING)).startswith(b"HTTP/1.1 503")
         assert told(one, get("/v1/models", CLOSING), "127.0.0.2").startswith(b"HTTP/1.1 200")
+        with clients(one, 2 + 2 * RESERVED_CONNECTIONS) as flood:
+            for each in flood:
+                each.sendall(head(100) + b"{")
+            for address in ("/health", "/ready") * 3:
+                assert told(one, get(address)).startswith(b"HTTP/1.1 200")
 
 
 def test_tokens_decoded_without_python_s_lock_are_the_tokenizer_s_text(engine: Engine) -> None:
@@ -371,18 +378,15 @@ def test_the_counts_are_those_of_what_is_made(value, spaced):
 
 
 @pytest.mark.parametrize(("address", "field", "entry"), [
-    ("/detokenize", "tokens", "5"),
-    ("/v1/chat/completions", "messages", '{"role":"user","content":""}'),
-    ("/v1/messages", "messages", '{"role":"user","content":""}'),
+    *((f"/v1/{address}", "messages", '{"role":"user","content":""}') for address in ("chat/completions", "messages")),
     ("/v1/chat/completions", "tools", "{}"), ("/v1/completions", "prompt", "[1]"), ("/v1/completions", "prompt", '"a"'),
+    ("/detokenize", "tokens", "5"),
 ])  # fmt: skip
 def test_a_body_of_too_many_parts_is_refused_before_they_are_made(server, monkeypatch, address, field, entry):
-    made: list[int] = []
-    monkeypatch.setattr(bodies, "parsed", lambda body, *given: made.append(len(body)))
+    monkeypatch.setattr(bodies, "parsed", Mock(side_effect=AssertionError("they were made")))
     body = f'{{"{field}": [{",".join([entry] * (6_000_000 // (len(entry) + 1)))}]}}'
     answer = server.http.post(address, content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 413 and "this server takes" in answer.json()["error"]["message"]
-    assert not made
 
 
 def test_a_large_body_is_read_beside_the_event_loop(server, monkeypatch):
@@ -477,13 +481,12 @@ def test_what_is_no_http_is_told_so_in_openais_shape(server, said):
 def test_texts_of_many_are_encoded_in_turn(engine):
     order: list[str] = []
 
-    class Slow:
-        def __call__(self, text: str) -> Any:
-            order.append(text)
-            time.sleep(0.005)
-            return engine.tokenizer(text)
+    def slow(text: str) -> Any:
+        order.append(text)
+        time.sleep(0.005)
+        return engine.tokenizer(text)
 
-    encoder = PromptEncoder(Slow(), None)
+    encoder = PromptEncoder(slow, None)
     many = threading.Thread(target=encoder, args=[CompletionRequest(model="bundled", prompt=["many"] * 100)])
     many.start()
     until(lambda: len(order) > 3)
@@ -536,16 +539,16 @@ def test_long_texts_of_one_tenant_leave_others_their_turn(engine, serve):
 
 def test_who_reads_slowly_gets_the_whole_answer(engine, serve, monkeypatch):
     narrow(monkeypatch)
-    monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.1)
-    monkeypatch.setattr(http_server, "READING_SECONDS", 0.1)
+    monkeypatch.setattr(http_server, "HEAD_SECONDS", 0.05)
+    monkeypatch.setattr(http_server, "READING_SECONDS", 0.05)
     one = serve(engine)
-    with reader(one, 4096, max_tokens=600, seed=2) as slow:
+    with reader(one, 4096, max_tokens=150, seed=2) as slow:
         answer = b""
         while not answer.endswith(b"}]}") and (part := slow.recv(2048)):
             answer += part
-            time.sleep(0.002)
+            time.sleep(0.004)
     length = int(answer.lower().partition(b"content-length: ")[2].partition(b"\r")[0])
-    assert length > 100_000 and len(answer.partition(b"\r\n\r\n")[2]) == length
+    assert length > 25_000 and len(answer.partition(b"\r\n\r\n")[2]) == length
 
 
 @pytest.mark.parametrize("address", ["/health", "/v1/completions"])

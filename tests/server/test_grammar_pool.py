@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -42,14 +43,8 @@ def expensive(patterns: int) -> Json:
 def test_a_schema_that_compiles_for_minutes_is_refused_in_seconds_and_its_process_killed(pool, monkeypatch):
     monkeypatch.setattr(grammar_pool, "COMPILE_SECONDS", 1)
     monkeypatch.setattr(grammar_pool, "COMPILE_WALL_SECONDS", 600.0)
-    workers: list[Any] = []
-
-    class Noted(grammar_pool._Worker):
-        def __init__(self, grammars: Grammars) -> None:
-            workers.append(self)
-            super().__init__(grammars)
-
-    monkeypatch.setattr(grammar_pool, "_Worker", Noted)
+    workers, new = list[Any](), grammar_pool._Worker
+    monkeypatch.setattr(grammar_pool, "_Worker", lambda grammars: workers.append(new(grammars)) or workers[-1])
 
     async def ask() -> int:
         attack, turns = asyncio.ensure_future(pool.prepare(expensive(40), "a", "a/x")), 0
@@ -83,14 +78,7 @@ def test_the_end_does_not_wait_for_a_schema(grammars):
 
 def test_a_tenant_has_few_places_and_equal_schemas_share_one(pool, grammars, monkeypatch):
     monkeypatch.setattr(grammar_pool, "TENANT_SCHEMAS", 2)
-    compiled: list[str] = []
-    of = grammars.of
-
-    def counted(response_format: Any, namespace: str = "default") -> Any:
-        compiled.append(namespace)
-        return of(response_format, namespace)
-
-    monkeypatch.setattr(grammars, "of", counted)
+    monkeypatch.setattr(grammars, "of", Mock(wraps=grammars.of))
 
     async def ask() -> list[Any]:
         one, two, three = (json_schema({"type": "string", "maxLength": length}) for length in (1, 2, 3))
@@ -100,44 +88,43 @@ def test_a_tenant_has_few_places_and_equal_schemas_share_one(pool, grammars, mon
 
     told = asyncio.run(ask())
     assert [type(each) for each in told] == [type(None)] * 3 + [ApiError, type(None)]
-    assert told[3].status == 429 and sorted(compiled) == ["a/x", "a/x", "b/x"]
+    compiled = sorted(asked.args[1] for asked in grammars.of.call_args_list)
+    assert told[3].status == 429 and compiled == ["a/x", "a/x", "b/x"]
 
 
 def test_a_process_that_cannot_be_started_leaves_its_place(pool, monkeypatch):
-    def fail(*given: Any, **options: Any) -> Any:
-        raise OSError("no more processes")
-
     schema = json_schema({"type": "string"})
     with monkeypatch.context() as patch:
-        patch.setattr(grammar_pool.subprocess, "Popen", fail)
+        patch.setattr(grammar_pool.subprocess, "Popen", Mock(side_effect=OSError("no more processes")))
         for _ in range(grammar_pool.COMPILING_PROCESSES + 1):
             with pytest.raises(OSError, match="no more processes"):
                 asyncio.run(pool.prepare(schema, "a", "a/x"))
     asyncio.run(asyncio.wait_for(pool.prepare(schema, "a", "a/x"), 60))
 
 
-def test_a_wrong_schema_has_its_own_reason(pool):
-    with pytest.raises(SchemaError, match="cannot be used"):
-        asyncio.run(pool.prepare(json_schema({"type": "string", "pattern": "["}), "a", "a/x"))
+TEXT = r"the schema has a text of .* characters; 2,000 are the most"
+REMAINDERS = r"multipleOf has [0-9,]+ remainders in all; 50,000 are the most"
+"""They would take minutes to compile."""
 
 
-@pytest.mark.parametrize("schema", [
-    {"const": "x" * 3_000}, {"enum": ["a", "x" * 3_000]}, {"type": "string", "pattern": "^a{60000}$"},
-    {"type": "string", "pattern": "^(a{100}){100}$"},
-    {"type": "array", "items": {"const": 7}, "minItems": 20_000},
-    {"type": "object", "properties": {"x" * 3_000: {"type": "null"}}},
+@pytest.mark.parametrize(("said", "schema"), [
+    (TEXT, {"const": "x" * 3_000}), (TEXT, {"enum": ["a", "x" * 3_000]}),
+    (TEXT, {"type": "string", "pattern": "^a{60000}$"}), (TEXT, {"type": "string", "pattern": "^(a{100}){100}$"}),
+    (TEXT, {"type": "array", "items": {"const": 7}, "minItems": 20_000}),
+    (TEXT, {"type": "object", "properties": {"x" * 3_000: {"type": "null"}}}),
+    *((REMAINDERS, {"type": "number", "multipleOf": divisor}) for divisor in (9_999_991, 1e6, 49_999.5)),
 ])  # fmt: skip
-def test_a_long_text_that_a_schema_spells_out_is_refused(grammars, schema):
-    nested = {"type": "object", "properties": {"a": {"type": "integer"}, "b": schema}, "required": ["a", "b"]}
+def test_long_texts_and_divisors_of_a_schema_are_refused(grammars, said, schema):
+    nested = {"type": "object", "properties": {"a": [{"type": "integer"}], "b": schema}, "required": ["a", "b"]}
     for each in (schema, nested):
-        with pytest.raises(SchemaError, match=r"the schema has a text of .* characters; 2,000 are the most"):
+        with pytest.raises(SchemaError, match=said):
             grammars.of(json_schema(each))
 
 
-def test_a_property_may_be_called_like_a_keyword(grammars):
+def test_a_property_may_be_called_like_a_keyword_and_a_divisor_may_be_small(grammars):
     long = {"type": "object", "properties": {f"field_{n}": {"type": "string"} for n in range(99)}}
     schema = {"type": "object", "properties": {"const": long, "enum": {"type": "null"}, "pattern": {"const": 1}}}
-    assert grammars.of(json_schema(schema)) is not None
+    assert grammars.of(json_schema(schema)) and grammars.of(json_schema({"type": "number", "multipleOf": 0.25}))
 
 
 def test_a_run_that_turns_out_long_ends_the_text(grammars, monkeypatch):
@@ -153,24 +140,14 @@ def test_a_run_that_turns_out_long_ends_the_text(grammars, monkeypatch):
 def test_a_forced_token_needs_no_mask(grammars):
     """The masks of a run are those of a matcher that works each one out."""
 
-    class Counting:
-        def __init__(self, matcher: Any) -> None:
-            self.matcher, self.calls = matcher, 0
-
-        def deep_copy(self) -> Any:
-            return self
-
-        def __getattr__(self, name: str) -> Any:
-            self.calls += name in ("compute_bitmask", "compute_ff_tokens")
-            return getattr(self.matcher, name)
-
     schema = {
         "type": "object",
         "properties": {"it's a": {"const": "don't know, \u4f60\u597d " * 9}, "n": {"type": "integer"}},
         "required": ["it's a", "n"],
     }
     made = grammars.of(json_schema(schema))
-    counting = Counting(made.matcher.deep_copy())
+    counting = Mock(wraps=made.matcher.deep_copy())
+    counting.deep_copy.return_value = counting
     walker = grammar.Grammar(counting).follow(0)
     ids, scores = torch.empty(0, dtype=torch.int64), torch.arange(4096.0)
     run = walker.forced(ids, 1000)
@@ -180,7 +157,7 @@ def test_a_forced_token_needs_no_mask(grammars):
         assert torch.equal(walker.mask(ids, scores), alone) and int(alone.argmax()) == run[place]
         assert walker.forced(ids, 3) == run[place : place + 3] and not walker.complete(ids)
         ids = torch.cat([ids, torch.tensor(run[place : place + 1])])
-    assert counting.calls == 1
+    assert counting.compute_bitmask.call_count + counting.compute_ff_tokens.call_count == 1
     assert torch.isfinite(walker.mask(ids, scores)).sum() > 1  # the number is free
 
 
@@ -195,7 +172,9 @@ def test_drafts_do_without_masks_when_the_time_of_their_step_is_over(grammars, m
 
 
 @pytest.mark.skipif(os.name != "posix", reason="limits of memory are POSIX's")
-def test_a_schema_that_takes_too_much_memory_is_refused(pool, monkeypatch):
+def test_a_wrong_schema_has_its_own_reason_and_one_that_takes_too_much_memory_is_refused(pool, monkeypatch):
+    with pytest.raises(SchemaError, match="cannot be used"):
+        asyncio.run(pool.prepare(json_schema({"type": "string", "pattern": "["}), "a", "a/x"))
     monkeypatch.setattr(grammar_pool, "COMPILE_BYTES", 1 << 20)
     with pytest.raises(SchemaError, match="compiling it needs more than"):
         asyncio.run(pool.prepare(expensive(16), "a", "a/x"))

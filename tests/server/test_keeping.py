@@ -6,18 +6,18 @@ import json
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import httpx
 import numpy as np
 import pytest
 from support.bundled import bundled
+from support.commands import start
 from support.live_server import PATIENCE, Json, LiveServer, bundled_engine, free_socket, ready, text_of, until
 from support.processes import status_of_a_child
 
@@ -28,7 +28,6 @@ from forerun.decoding.recipes import trie_of
 from forerun.engine.engine import Engine
 from forerun.models.text.prompts import vocabulary_of
 from forerun.server.index_files import PASSAGE_CHARACTERS, check_files, passages
-from forerun.server.settings import read_settings
 from forerun.trie import trie_file
 from forerun.trie.autosave import AutoSaver
 from forerun.trie.namespace import MIN_GROWTH_BYTES
@@ -94,6 +93,9 @@ def test_live_namespaces_stay_and_keep_to_the_limit_together():
         trie.finish(number)
     trie.warm("new", [text(1)])
     assert within(trie, limit) and texts(trie, "new") == [text(1)]
+    minima = f"the limit is 5 bytes for 1 namespaces; the minima are {MIN_GROWTH_BYTES} and 1"
+    with pytest.raises(ValueError, match=minima):
+        Trie().bound(5, 1)
 
 
 def test_an_index_that_grows_drafts_as_one_that_was_large_at_once():
@@ -109,13 +111,6 @@ def test_an_index_that_grows_drafts_as_one_that_was_large_at_once():
         trie.extend(0, text(3, 10))
     for one, other in zip(large.retrieve(0, 16, 16), growing.retrieve(0, 16, 16), strict=True):
         assert len(one) and one.tolist() == other.tolist()
-
-
-def test_a_limit_without_room_is_refused():
-    with pytest.raises(
-        ValueError, match=f"the limit is 5 bytes for 1 namespaces; the minima are {MIN_GROWTH_BYTES} and 1"
-    ):
-        Trie().bound(5, 1)
 
 
 @pytest.fixture
@@ -182,11 +177,7 @@ def test_a_damaged_file_is_set_aside_and_the_others_load(folder, harm, caplog):
     assert file.with_suffix(".damaged").read_bytes() == harmed and not file.exists()
     caplog.clear()
     assert contents(folder) == {"b": [text(2)]} and not caplog.text
-
-
-def test_a_file_under_anothers_name_is_set_aside(folder):
-    folder.save(warmed(a=[1]))
-    folder._file("a").rename(folder._file("b"))
+    folder._file("b").rename(folder._file("c"))  # a file under another's name
     assert contents(folder) == {}
 
 
@@ -199,15 +190,6 @@ def test_a_folder_is_one_vocabularys_and_one_processs(folder):
         other.read()
     other.close()
     assert contents(folder) == {"a": [text(1)]}
-
-
-def test_a_trie_file_is_one_vocabularys(tmp_path):
-    trie = warmed(a=[1])
-    trie.save(tmp_path / "trie", "v")
-    trie.load(tmp_path / "trie", "v")
-    with pytest.raises(trie_file.TrieFileError, match="another vocabulary"):
-        trie.load(tmp_path / "trie", "w")
-    assert texts(trie, "a") == [text(1)]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here")
@@ -225,9 +207,8 @@ def test_a_process_killed_while_it_saves_leaves_a_whole_file(folder, moment, mon
         os.truncate(handle, 100)
         die()
 
-    places: dict[str, Any] = {"write": (os, "fsync"), "replace": (Path, "replace")}
-    module, name = places.get(moment, (trie_file if moment == "sync_folder" else os, moment))
-    monkeypatch.setattr(module, name, half if moment == "write" else die)
+    places = {"write": (os, "fsync"), "replace": (Path, "replace"), "sync_folder": (trie_file, "sync_folder")}
+    monkeypatch.setattr(*places.get(moment, (os, moment)), half if moment == "write" else die)
     assert status_of_a_child(lambda: folder.save(trie) > 0) == signal.SIGKILL
     monkeypatch.undo()
     done = moment == "sync_folder"
@@ -236,50 +217,35 @@ def test_a_process_killed_while_it_saves_leaves_a_whole_file(folder, moment, mon
     assert not list(folder.path.glob("*.tmp"))
 
 
-class Watched(Folder):
-    """Counts its saves, and can fail or be held up."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, "v")
-        self.saves, self.broken, self.gate = 0, False, threading.Event()
-        self.gate.set()
-
-    def save(self, store: Any) -> int:
-        self.saves += 1
-        assert self.gate.wait(PATIENCE)
-        if self.broken:
-            raise OSError(28, "No space left on device", "trie")
-        return super().save(store)
-
-
-def test_a_keeper_saves_after_a_change_and_sleeps_while_there_is_none(tmp_path):
-    trie, folder = Trie(), Watched(tmp_path)
+def test_a_keeper_saves_after_a_change_and_sleeps_while_there_is_none(folder):
+    trie, go_on = Trie(), threading.Event()
+    folder.save = save = Mock(wraps=folder.save)
     keeper = AutoSaver(trie, folder, 0.01)
     keeper.start()
-    until(lambda: folder.saves == 1)  # at the start, in case files were learned from
+    until(lambda: save.call_count == 1)  # at the start, in case files were learned from
     for count in (2, 3):
         warmed(trie, a=[count])
-        until(lambda count=count: folder.saves == count)
+        until(lambda count=count: save.call_count == count)
         time.sleep(0.05)
-        assert folder.saves == count and len(stamps(folder)) == 1
-    folder.gate.clear()
+        assert save.call_count == count and len(stamps(folder)) == 1
+    save.side_effect = lambda store: go_on.wait(PATIENCE) and DEFAULT
     warmed(trie, a=[4])
-    until(lambda: folder.saves == 4)
+    until(lambda: save.call_count == 4)
     warmed(trie, a=[5])  # nobody waits for a save that hangs
-    folder.gate.set()
+    go_on.set()
     keeper.close()
     assert contents(folder) == {"a": [text(2), text(3), text(4), text(5)]}
 
 
-def test_a_save_that_fails_is_told_of_and_tried_again(tmp_path, caplog):
-    trie, folder = Trie(), Watched(tmp_path)
-    folder.broken = True
+def test_a_save_that_fails_is_told_of_and_tried_again(folder, caplog):
+    trie, full = Trie(), OSError(errno.ENOSPC, "No space left on device", "trie")
+    folder.save = save = Mock(wraps=folder.save, side_effect=full)
     keeper = AutoSaver(trie, folder, 0.01)
     keeper.start()
     warmed(trie, a=[1])
-    until(lambda: folder.saves >= 3)
+    until(lambda: save.call_count >= 3)
     assert "No space left on device" in caplog.text and not stamps(folder)
-    folder.broken = False
+    save.side_effect = None
     until(lambda: len(stamps(folder)) == 1)
     keeper.close()
     assert contents(folder) == {"a": [text(1)]}
@@ -324,16 +290,6 @@ def test_a_wrong_file_is_told_of_with_its_line_before_any_work(tmp_path, name, c
         serve.run(ServeOptions(warm=[tmp_path / "nothing"]))
 
 
-def test_the_environment_has_files_with_commas_between(monkeypatch):
-    monkeypatch.setenv("FORERUN_WARM", "a.txt, b.jsonl")
-    assert read_settings({}).warm == (Path("a.txt"), Path("b.jsonl"))
-
-
-@pytest.fixture
-def model() -> tuple[Any, Any]:
-    return bundled()
-
-
 @pytest.fixture
 def engine() -> Engine:
     return bundled_engine(prefix_cache=1 << 26)
@@ -351,17 +307,15 @@ def test_files_are_learned_by_every_tenant_and_not_again_after_a_restart(engine,
     kept = []
     for _ in range(2):
         one = bundled_engine()
-        server = LiveServer(one, **told)
-        trie = trie_of(one.level)
-        header = {"authorization": "Bearer k"}
-        assert len(trie.changes()) == 4
-        kept.append({name: texts(trie, name) for name in trie.changes()})
-        metrics = server.http.get("/metrics", headers={"authorization": "Bearer m"}).text
-        assert f"forerun:index_bytes {float(trie.kept)}" in metrics and trie.kept > 0
-        if len(kept) == 1:
-            first = server.post(ASKED, headers=header)
-            assert text_of(first) == answer and accepted(first) > 12
-        server.close()
+        with LiveServer(one, **told) as server:
+            trie = trie_of(one.level)
+            assert len(trie.changes()) == 4
+            kept.append({name: texts(trie, name) for name in trie.changes()})
+            metrics = server.http.get("/metrics", headers={"authorization": "Bearer m"}).text
+            assert f"forerun:index_bytes {float(trie.kept)}" in metrics and trie.kept > 0
+            if len(kept) == 1:
+                first = server.post(ASKED, headers={"authorization": "Bearer k"})
+                assert text_of(first) == answer and accepted(first) > 12
     learned = [[*engine.tokenizer(answer, add_special_tokens=False)["input_ids"]]]
     asker = max(kept[1], key=lambda name: len(kept[1][name]))
     assert kept[1].pop(asker)[:1] == kept[0].pop(asker) == learned and kept[1] == kept[0]
@@ -406,7 +360,7 @@ def test_a_tenant_is_proposed_anothers_text_only_where_that_is_switched_on(engin
     assert (names == {"shared/default"}) == share and (len(names) == 2) == (not share)
 
 
-def test_a_server_refuses_what_it_cannot_keep(model, engine, tmp_path):
+def test_a_server_refuses_what_it_cannot_keep(engine, tmp_path):
     folder = Folder(tmp_path, "other")
     folder.save(warmed(a=[1]))
     folder.close()
@@ -414,22 +368,22 @@ def test_a_server_refuses_what_it_cannot_keep(model, engine, tmp_path):
         with pytest.raises(ValueError, match="has another vocabulary"):
             LiveServer(engine, index=tmp_path)
     (tmp_path / "a.txt").write_text("x")
-    plain = Engine(model[0], "lookup", tokenizer=model[1])
+    plain = Engine(engine.target.model, "lookup", tokenizer=engine.tokenizer)
     for told in ({"index": tmp_path}, {"warm": [tmp_path / "a.txt"]}):
         with pytest.raises(ValueError, match="index and warm are for drafters with a trie, and drafter is 'lookup'"):
             LiveServer(plain, drafter="lookup", **told)
 
 
-def test_the_fingerprint_is_of_tokens_and_their_ids(model):
-    changed = copy.deepcopy(model[1])
-    assert vocabulary_of(changed) == vocabulary_of(model[1])
+def test_the_fingerprint_is_of_tokens_and_their_ids():
+    tokenizer, changed = bundled()[1], bundled()[1]
+    assert vocabulary_of(changed) == vocabulary_of(tokenizer)
     changed.add_tokens(["never seen"])
-    assert vocabulary_of(changed) != vocabulary_of(model[1])
+    assert vocabulary_of(changed) != vocabulary_of(tokenizer)
 
 
 @pytest.mark.parametrize("name", ["trie", "auto", "triforce-trie"])
-def test_drafters_with_a_trie_show_it(name, model):
-    assert isinstance(trie_of(Engine(model[0], name).level), Trie)
+def test_drafters_with_a_trie_show_it(name):
+    assert isinstance(trie_of(Engine(bundled()[0], name).level), Trie)
 
 
 @pytest.mark.matrix
@@ -439,24 +393,17 @@ def test_a_server_goes_on_with_what_it_learned_and_keeps_it_when_it_is_killed(en
     first.close()
     with free_socket() as one:
         port = one.getsockname()[1]
-    given = ["--port", str(port), "--kv-memory", "1GiB", "--index", str(tmp_path), "--index-interval", "0.05"]
-    command = [sys.executable, "-m", "forerun.cli", "serve", "--drafter", "trie", *given]
-    served = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
+    given = ("--port", port, "--kv-memory", "1GiB", "--index", tmp_path, "--index-interval", 0.05)
+    with start("serve", "--drafter", "trie", *given) as served:
         until(lambda: served.poll() is not None or ready(port))
-        warm, other = (post(port, asked) for asked in (ASKED, OTHER))
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        warm, other = (httpx.post(url, json=asked, timeout=PATIENCE) for asked in (ASKED, OTHER))
         whole = [each.json()["usage"]["completion_tokens"] for each in (cold, warm, other)]
         until(lambda: lengths(tmp_path, engine) == whole)
-    finally:
-        served.kill()
-        assert served.wait() == -signal.SIGKILL
+    assert served.returncode == -signal.SIGKILL
     assert text_of(warm) == text_of(cold) and accepted(warm) > accepted(cold) + 4
     again = serve(bundled_engine(), index=tmp_path).post(OTHER)
     assert text_of(again) == text_of(other) and accepted(again) > accepted(other) + 4
-
-
-def post(port: int, asked: Json) -> httpx.Response:
-    return httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=asked, timeout=PATIENCE)
 
 
 def lengths(folder: Path, engine: Engine) -> list[int]:
@@ -482,16 +429,9 @@ def test_who_fills_the_index_pushes_out_nothing_of_others():
 
 
 def test_a_file_that_cannot_be_written_keeps_no_other_from_it(folder, monkeypatch):
-    trie, write, tried = warmed(large=[1], small=[1]), trie_file.write, []
-
-    def full(path: Path, *given: Any) -> None:
-        tried.append(path)
-        if len(tried) == 1:
-            raise OSError(errno.ENOSPC, "no space is left")
-        write(path, *given)
-
-    monkeypatch.setattr(trie_file, "write", full)
+    trie, full = warmed(large=[1], small=[1]), OSError(errno.ENOSPC, "no space is left")
+    monkeypatch.setattr(trie_file, "write", Mock(wraps=trie_file.write, side_effect=[full, DEFAULT, DEFAULT]))
     with pytest.raises(OSError, match="no space is left"):
         folder.save(trie)
-    assert len(tried) == 2 and len(stamps(folder)) == 1
+    assert trie_file.write.call_count == 2 and len(stamps(folder)) == 1
     assert folder.save(trie) == 1 and len(stamps(folder)) == 2

@@ -88,9 +88,10 @@ class Page:
         until(lambda: bool(self["served"].text))
 
     def keys(self, *pressed: str) -> None:
-        from selenium.webdriver import ActionChains
+        """Press keys by their names, and write everything else."""
+        from selenium.webdriver import ActionChains, Keys
 
-        ActionChains(self.driver).send_keys(*pressed).perform()
+        ActionChains(self.driver).send_keys(*(getattr(Keys, each, each) for each in pressed)).perform()
 
     def ctrl_enter(self) -> None:
         from selenium.webdriver import ActionChains, Keys
@@ -166,8 +167,6 @@ def test_drafted_tokens_are_tinted_by_their_source_and_the_legend_counts_them(pa
 
 
 def test_counters_move_while_a_text_grows_and_escape_frees_the_server(held, server, page):
-    from selenium.webdriver import Keys
-
     page.fill("Once upon a time", length=4000, temperature=1)
     page["start"].click()
     until(lambda: len(page.text("plain")) > 20)
@@ -176,7 +175,7 @@ def test_counters_move_while_a_text_grows_and_escape_frees_the_server(held, serv
     held.gate.clear()
     assert server.scheduler.running == 1 and server.scheduler.usage > 0
     assert page.run("document.querySelector('#plain .answer').ariaBusy") == "true"
-    page.keys(Keys.ESCAPE)
+    page.keys("ESCAPE")
     until(lambda: page["status"].text == "Stopped.")
     held.gate.set()
     server.wait_idle()
@@ -211,12 +210,10 @@ def layouts(page: Page) -> int:
 
 
 def test_a_keyboard_is_enough(driver, server, page):
-    from selenium.webdriver import Keys
-
     page.greeted()
     found = []
     for _ in range(11):
-        page.keys(Keys.TAB)
+        page.keys("TAB")
         at = page.driver.switch_to.active_element
         found.append(at.get_attribute("id") or at.tag_name)
         assert at.accessible_name, found[-1]
@@ -226,7 +223,7 @@ def test_a_keyboard_is_enough(driver, server, page):
     ]  # fmt: skip
     page = Page(driver, server)
     page.greeted()
-    page.keys(Keys.TAB, Keys.TAB, Keys.TAB, "The sun", Keys.TAB, "12", Keys.TAB, "0.5")
+    page.keys("TAB", "TAB", "TAB", "The sun", "TAB", "12", "TAB", "0.5")
     assert page["prompt"].get_attribute("value") == "The sun"
     page.ctrl_enter()
     assert "equal" in page.ended()

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from support.batches import engine, prompt
@@ -21,7 +22,6 @@ from forerun.core.request import Request
 from forerun.engine.engine import Engine
 from forerun.engine.prefix_sharing import PrefixSharing
 from forerun.engine.result import Commit
-from forerun.kv.kv_tiers import DeviceReserve
 from forerun.server import scheduler
 from forerun.server.admission import Admission, Ending, FairShare, QueueFullError, ScheduledRequest, SchedulerLimits
 from forerun.server.calls import LoopDispatcher
@@ -170,8 +170,8 @@ def test_a_client_is_told_although_its_row_cannot_be_let_go_of(server, monkeypat
     assert first.wait() == "cancelled" and second.wait() == "finished" and one.scheduler.ready
 
 
-def ticket(tenant: str, needs: int = 1) -> ScheduledRequest:
-    return ScheduledRequest(Request([1], 1), tenant, lambda commit: None, lambda how: None, needs=needs)
+def ticket(tenant: str, needs: int = 1, new: int = 1) -> ScheduledRequest:
+    return ScheduledRequest(Request([1], new), tenant, lambda commit: None, lambda how: None, needs=needs)
 
 
 def test_tenants_get_equal_shares():
@@ -240,8 +240,6 @@ def test_rows_that_are_free_take_no_place_to_wait(waiting):
         assert one.add(ticket("a")) is None
     with pytest.raises(QueueFullError):
         one.check_places("a", 1)
-    with pytest.raises(QueueFullError):
-        one.add(ticket("a"))
     running = [one.next() for _ in range(3)]
     assert all(running) and one.waiting == waiting
     with pytest.raises(QueueFullError):
@@ -268,8 +266,7 @@ def test_the_time_to_come_again_is_that_of_what_runs():
     one = Admission(SchedulerLimits(100, rows=2, waiting=8))
     assert one.retry_after("a") == 1
     for left in (10, 100):
-        request = ScheduledRequest(Request([1], 10 + left), "a", lambda commit: None, lambda how: None)
-        one.add(request)
+        one.add(request := ticket("a", new=10 + left))
         assert one.next() is request
         request.request.take([5] * 10, None)
         request.admitted = time.monotonic() - 10  # a second for each token
@@ -349,25 +346,18 @@ def test_the_lock_is_free_while_a_prompt_is_admitted(server):
     one, client, free = server(), Client(), list[bool]()
     admit = one.scheduler._batch.admit
 
-    def seen(request: Request, reserve: DeviceReserve | None) -> None:
-        def look() -> None:
-            free.append(one.scheduler._changed.acquire(timeout=1))
-            one.scheduler._changed.release()
+    def look() -> None:
+        free.append(one.scheduler._changed.acquire(timeout=1))
+        one.scheduler._changed.release()
 
-        other = threading.Thread(target=look)
-        other.start()
-        other.join()
-        admit(request, reserve=reserve)
-
-    one.scheduler._batch.admit = seen
-    one.submit(client)
-    assert client.wait() == "finished" and free == [True]
+    with ThreadPoolExecutor(1) as other:
+        one.scheduler._batch.admit = lambda *given, **more: other.submit(look).result() or admit(*given, **more)
+        one.submit(client)
+        assert client.wait() == "finished" and free == [True]
 
 
 def test_a_client_or_a_listener_that_fails_stops_nobody(server):
-    def fail(told: Any) -> None:
-        raise ConnectionResetError("broken in the test")
-
+    fail = Mock(side_effect=ConnectionResetError("broken in the test"))
     one, deaf, good, other = server(rows=1), Client(), Client(), Client()
     one.scheduler._on_finished = fail
     one.scheduler.submit(one.request(prompt(9)), fail, deaf.on_end)
@@ -389,12 +379,7 @@ def test_the_end_does_not_wait_for_a_step_without_end(server, monkeypatch):
 
 def test_free_memory_goes_back_once_when_nobody_has_come_for_a_while(server, monkeypatch):
     times, gone = list[bool](), threading.Event()
-
-    def give_back() -> None:
-        times.append(one.scheduler.busy)
-        gone.set()
-
-    monkeypatch.setattr(scheduler, "give_back", give_back)
+    monkeypatch.setattr(scheduler, "give_back", lambda: times.append(one.scheduler.busy) or gone.set())
     monkeypatch.setattr(scheduler, "IDLE_SECONDS", 0.01)
     one = server()
     for round_ in range(1, 3):
@@ -429,12 +414,7 @@ def test_nothing_is_kept_of_requests_that_have_ended(server):
 def test_a_step_that_fails_ends_what_ran_and_nothing_else(server):
     one = server(one=Engine(engine().target.model, Silent()))
     planner = one.engine.level.planner
-    learn = planner.learn
-
-    def broken(*given: Any) -> None:
-        raise LookupError("the planner failed")
-
-    planner.learn = broken
+    learn, planner.learn = planner.learn, Mock(side_effect=LookupError("the planner failed"))
     bad, good = Client(), Client()
     ticket = one.submit(bad)
     assert bad.wait() == "error" and isinstance(ticket.request.error, LookupError)
@@ -467,28 +447,20 @@ def test_closing_at_once_ends_all(server):
 
 
 def test_a_loop_is_woken_once_for_all_that_gathers_and_takes_it_in_order():
-    class Asleep(asyncio.SelectorEventLoop):
-        woken = 0
-
-        def call_soon_threadsafe(self, *told: Any, **more: Any) -> asyncio.Handle:
-            self.woken += 1
-            return super().call_soon_threadsafe(*told, **more)
-
-    def fails() -> None:
-        raise LookupError("broken in the test")
-
-    loop, found, failures = Asleep(), list[int](), list[Any]()
+    fails = Mock(side_effect=LookupError("broken in the test"))
+    loop, found, failures = asyncio.SelectorEventLoop(), list[int](), list[Any]()
+    loop.call_soon_threadsafe = woken = Mock(wraps=loop.call_soon_threadsafe)
     loop.set_exception_handler(lambda _, told: failures.append(told["exception"]))
     post = LoopDispatcher(loop)
     for number in range(4):
         post.put(fails if number == 1 else partial(found.append, number))
-    assert found == [] and loop.woken == 1
+    assert found == [] and woken.call_count == 1
     loop.run_until_complete(asyncio.sleep(0.01))
     assert found == [0, 2, 3]  # one that fails takes no other with it
     assert [type(one) for one in failures] == [LookupError]
     post.put(partial(found.append, 4))
     loop.run_until_complete(asyncio.sleep(0.01))
-    assert found[-1] == 4 and loop.woken == 2
+    assert found[-1] == 4 and woken.call_count == 2
     loop.close()
     post.put(partial(found.append, 5))  # nobody listens any more, and that is no error
 
@@ -497,11 +469,7 @@ def test_a_thread_that_cannot_go_on_ends_everybody_and_says_so(server):
     one = server(places=1)
     (first, _), second = one.hold(), Client()
     one.submit(second)
-
-    def fail(*given: Any) -> Any:
-        raise KeyError("a mistake of ours")
-
-    one.scheduler._admit = fail
+    one.scheduler._admit = Mock(side_effect=KeyError("a mistake of ours"))
     first.gate.set()
     assert (first.wait(), second.wait()) == ("error", "error")
     until(lambda: one.scheduler.failed)
@@ -511,11 +479,9 @@ def test_a_thread_that_cannot_go_on_ends_everybody_and_says_so(server):
 
 
 def test_processes_that_are_out_of_step_end_the_server(server):
-    class Broken(Silent):
-        def propose(self, rows: Any, limits: Any) -> Any:
-            raise ParallelError("rank 1 is gone")
-
-    one, client = server(one=Engine(engine().target.model, Broken(), prune_drafts=False)), Client()
+    source = Silent()
+    source.propose = Mock(side_effect=ParallelError("rank 1 is gone"))
+    one, client = server(one=Engine(engine().target.model, source, prune_drafts=False)), Client()
     one.submit(client)
     assert client.wait() == "error"
     one.scheduler._thread.join(PATIENCE)

@@ -2,12 +2,9 @@
 
 import importlib.util
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +12,12 @@ from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import openai
 import pytest
+from support.commands import start
 from support.live_server import (
     ASKED,
     PATIENCE,
@@ -29,6 +28,7 @@ from support.live_server import (
     error_of,
     free_socket,
     ready,
+    sampled,
     serving,
     streamed,
     text_of,
@@ -61,10 +61,6 @@ engine, server = serving(engine={"prefix_cache": 1 << 26}, request_bytes=100_000
 def alone(engine: Engine, prompt: Any, **options: Any) -> str:
     """The text of the engine by itself, which learns nothing of it."""
     return engine.generate(prompt, namespace="alone", **{"max_new_tokens": NEW, **options}).texts[0]
-
-
-def sampled(seed: int, temperature: float = 1.0, top_p: float = 1.0) -> Json:
-    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0, "seed": seed}
 
 
 def test_a_completion_is_the_engines_text(engine, server):
@@ -116,10 +112,8 @@ def test_a_chat_goes_through_the_template(engine, server):
     wanted = alone(engine, "system: Be short.\nuser: Hi\nassistant:")
     for content in (parts, "Hi"):
         messages: Any = [{"role": "system", "content": "Be short."}, {"role": "user", "content": content}]
-        message = (
-            create(model="bundled", messages=messages, max_completion_tokens=NEW, temperature=0).choices[0].message
-        )
-        assert (message.role, message.content) == ("assistant", wanted)
+        answer = create(model="bundled", messages=messages, max_completion_tokens=NEW, temperature=0)
+        assert (answer.choices[0].message.role, answer.choices[0].message.content) == ("assistant", wanted)
     chunks = list(create(model="bundled", messages=messages, max_tokens=NEW, temperature=0, stream=True))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == wanted
@@ -182,12 +176,6 @@ def test_eight_clients_at_once_each_get_the_text_they_get_alone(engine, server):
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(ask, range(8))) == wanted
     server.wait_idle()
-
-
-@pytest.mark.parametrize("body", [b'{"model": ', b"[" * 9_000, b"\xff\xfe{}", b"[]", b"", b'{"n": NaN}', b"1" * 9_000])
-def test_what_is_no_request_is_refused(server, body):
-    answer = server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
-    assert error_of(answer, 400)["type"] == "invalid_request_error"
 
 
 def test_errors_reach_the_client_as_its_own(server):
@@ -270,14 +258,10 @@ def test_a_request_ends_when_its_time_is_over(engine, serve):
 
 def test_a_whole_answer_is_built_beside_the_event_loop(server, monkeypatch):
     """It may have megabytes, and all others would wait."""
-    threads: list[threading.Thread] = []
-    whole = CompletionFormat.whole
-
-    def seen(form: CompletionFormat, *given: Any) -> str:
-        threads.append(threading.current_thread())
-        return whole(form, *given)
-
-    monkeypatch.setattr(CompletionFormat, "whole", seen)
+    threads, whole = list[threading.Thread](), CompletionFormat.whole
+    monkeypatch.setattr(
+        CompletionFormat, "whole", lambda *given: threads.append(threading.current_thread()) or whole(*given)
+    )
     told = server.post({"prompt": ["Hi", "Ho"], "n": 2, "max_tokens": 4, "logprobs": 2}).json()
     assert [choice["index"] for choice in told["choices"]] == [0, 1, 2, 3]
     assert all(len(choice["logprobs"]["tokens"]) == 4 for choice in told["choices"])
@@ -289,11 +273,7 @@ def test_a_scheduler_that_cannot_go_on_ends_the_server(engine):
     app = create_app(engine, ServerSettings(), SchedulerLimits(1 << 30))
     one = DrainingServer(app, 1.0, 8)
     scheduler = app.state.service.scheduler
-
-    def fail(*given: Any) -> Any:
-        raise KeyError("a mistake of ours")
-
-    scheduler._admit = fail
+    scheduler._admit = Mock(side_effect=KeyError("a mistake of ours"))
     scheduler.submit(engine.requests(["Hi"], max_new_tokens=1)[0], lambda commit: None, lambda how: None)
     with ExitStack() as stack:
         one.serve_on([stack.enter_context(each) for each in bound_sockets("127.0.0.1", 0)])  # it ends by itself
@@ -301,19 +281,14 @@ def test_a_scheduler_that_cannot_go_on_ends_the_server(engine):
 
 
 def test_tenants_have_keys_and_namespaces_of_their_own(engine, serve):
-    one, seen = serve(engine, api_keys=("key-of-a", "key-of-b"), namespaces=2), list[str]()
-    submit = one.scheduler.submit
-
-    def watched(request: Any, *given: Any) -> Any:
-        seen.append(f"{given[2]} {request.namespace}")
-        return submit(request, *given)
-
-    one.scheduler.submit = watched
+    one = serve(engine, api_keys=("key-of-a", "key-of-b"), namespaces=2)
+    one.scheduler.submit = Mock(wraps=one.scheduler.submit)
     for key in ("key-of-a", "key-of-b"):
         create = one.client(key).completions.create
         create(**ASKED)
         create(**ASKED, extra_body={"forerun": {"namespace": "mine"}})
         create(**ASKED, extra_body={"forerun": {"namespace": "third"}})  # the first is forgotten
+    seen = [f"{asked.args[3]} {asked.args[0].namespace}" for asked in one.scheduler.submit.call_args_list]
     tenants = sorted({line.split()[0] for line in seen})
     assert sorted(seen) == [f"{each} {each}/{name}" for each in tenants for name in ("default", "mine", "third")]
     assert len(tenants) == 2 and "key-of" not in "".join(seen)
@@ -396,7 +371,10 @@ def test_flags_come_before_the_environment_and_that_before_the_file(tmp_path, mo
     assert (told.kv_store, told.kv_store_limit) == (Path("kept"), None)
     assert told.served_name == "small" and "x" not in str(told.api_keys)
     monkeypatch.setenv("FORERUN_API_KEYS", "a, b")
-    assert [key.get_secret_value() for key in read_settings({}, file).api_keys] == ["a", "b"]
+    monkeypatch.setenv("FORERUN_WARM", "a.txt, b.jsonl")
+    told = read_settings({}, file)
+    assert [key.get_secret_value() for key in told.api_keys] == ["a", "b"]
+    assert told.warm == (Path("a.txt"), Path("b.jsonl"))
     file.write_text("prot = 1\n")
     with pytest.raises(ValueError, match="prot"):
         read_settings({}, file)
@@ -426,11 +404,8 @@ def test_the_pages_example_runs(server, capsys):
 def test_the_command_serves_until_it_is_told_to_end(number, tmp_path):
     with free_socket() as one:
         port = one.getsockname()[1]
-    command = [sys.executable, "-m", "forerun.cli", "serve", "--port", str(port), "--kv-memory", "1GiB", "--drain", "1"]
-    command += ["--index", str(tmp_path), "--index-interval", "3600"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    served = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
+    command = ("serve", "--port", port, "--kv-memory", "1GiB", "--drain", 1, "--index", tmp_path)
+    with start(*command, "--index-interval", 3600, text=True) as served:
         until(lambda: served.poll() is not None or ready(port))
         asked: Json = {"model": "bundled", "prompt": "Hi", "max_tokens": 4000, "n": 4, "stream": True}
         with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=asked, timeout=PATIENCE) as stream:
@@ -440,9 +415,6 @@ def test_the_command_serves_until_it_is_told_to_end(number, tmp_path):
             *_, last, empty = lines
             assert not empty and json.loads(last.removeprefix("data: "))["error"]["code"] == "closing"
         out, told = served.communicate(timeout=PATIENCE)
-    finally:
-        served.kill()
-        served.wait()
     assert served.returncode == 0, told
     assert out == "" and "Traceback" not in told
     assert f"the page is at http://127.0.0.1:{port}/" in told and "1.0 GiB for keys and values" in told

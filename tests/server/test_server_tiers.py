@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
 import torch
 from support.bundled import bundled
-from support.live_server import PATIENCE, Json, LiveServer, PausableEngine, error_of, text_of, until
+from support.live_server import PATIENCE, Json, LiveServer, PausableEngine, error_of, sampled, text_of, until
 
 from forerun.cli import serve
 from forerun.cli.serve_options import ServeOptions
@@ -67,8 +68,7 @@ def asked(text: str, seed: int = 0, new: int = NEW, **more: Any) -> Json:
 
 @functools.cache
 def wanted(one: Engine, text: str, seed: int = 0, new: int = NEW) -> str:
-    how = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": seed} if seed % 2 else {}
-    return one.generate(text, max_new_tokens=new, **how).texts[0]
+    return one.generate(text, max_new_tokens=new, **(sampled(seed) if seed % 2 else {})).texts[0]
 
 
 def tiers_of(server: LiveServer) -> Any:
@@ -94,14 +94,8 @@ def nothing_taken(server: LiveServer) -> None:
 
 def watched(server: LiveServer) -> list[dict[str, int]]:
     """What is taken of each tier, and how many run, before each step."""
-    seen: list[dict[str, int]] = []
-    step = server.scheduler._step
-
-    def watching() -> None:
-        seen.append({**tiers_of(server).taken, "n": server.scheduler.running})
-        step()
-
-    server.scheduler._step = watching
+    seen, step = list[dict[str, int]](), server.scheduler._step
+    server.scheduler._step = lambda: seen.append({**tiers_of(server).taken, "n": server.scheduler.running}) or step()
     return seen
 
 
@@ -150,14 +144,6 @@ def test_texts_on_the_device_as_a_whole_still_share_what_they_begin_with(model, 
     assert server.metric("forerun:kv_tier_copied_bytes_total") == 0
 
 
-def narrow(model: Any, serve: Any, text: str, **told: Any) -> tuple[PausableEngine, LiveServer]:
-    """Room on the device for the buffers of one such text, and beside it for two."""
-    one = Engine(model[0], "none", tokenizer=model[1])
-    kv, size = one.target.kv, tokens(one, text, 200)
-    held = PausableEngine(engine(model, "none", min_device_bytes(kv, size), 2 * sum(layer_bytes(kv, size).values())))
-    return held, serve(held, SchedulerLimits(1, rows=4, **told), max_tokens=200)
-
-
 def test_what_fits_in_no_tier_is_refused_with_the_numbers(model, plain, serve):
     kv, text = plain.target.kv, prompt(300)
     size = tokens(plain, text)
@@ -175,20 +161,22 @@ def test_what_fits_in_no_tier_is_refused_with_the_numbers(model, plain, serve):
 
 
 def test_a_client_that_goes_frees_all_tiers_for_who_waits(model, plain, serve):
-    """And who finds no place to wait is told so."""
-    text = prompt(200)
-    held, server = narrow(model, serve, text, waiting=1)
+    """And who finds no place to wait is told so. There is room for the buffers of one such text, and beside for two."""
+    text, kv = prompt(200), plain.target.kv
+    size = tokens(plain, text, 80)
+    held = PausableEngine(engine(model, "none", min_device_bytes(kv, size), 2 * sum(layer_bytes(kv, size).values())))
+    server = serve(held, SchedulerLimits(1, rows=4, waiting=1), max_tokens=80)
     with ThreadPoolExecutor(1) as pool:
         held.gate.clear()
-        with server.http.stream("POST", "/v1/completions", json=asked(text, 0, 200, stream=True)):
+        with server.http.stream("POST", "/v1/completions", json=asked(text, 0, 80, stream=True)):
             until(lambda: server.scheduler.running == 1)
-            second = pool.submit(server.post, asked(text, 3, 200))
+            second = pool.submit(server.post, asked(text, 3, 80))
             until(lambda: server.scheduler.waiting == 1)
             assert min(server.metric(f'forerun:kv_tier_bytes{{tier="{tier}"}}') for tier in ("device", "host")) > 0
-            assert error_of(server.post(asked(text, 0, 200)), 429)["code"] == "queue_full"
+            assert error_of(server.post(asked(text, 0, 80)), 429)["code"] == "queue_full"
         held.gate.set()
-        assert text_of(second.result(PATIENCE)) == wanted(plain, text, 3, 200)
-    assert server.metric("forerun:generation_tokens_total") < 400
+        assert text_of(second.result(PATIENCE)) == wanted(plain, text, 3, 80)
+    assert server.metric("forerun:generation_tokens_total") < 160
     nothing_taken(server)
 
 
@@ -218,15 +206,15 @@ def test_a_text_leaves_others_their_buffers_while_there_are_free_places(model, p
 def test_a_long_prompt_off_the_device_is_read_in_pieces_while_others_go_on(model, plain, serve):
     long, short = prompt(700), prompt(5)
     one = engine(model, "none", 2 * min_device_bytes(plain.target.kv, tokens(plain, long)), None)
-    server = serve(one, SchedulerLimits(1, rows=2, step=16), max_tokens=200)
+    server = serve(one, SchedulerLimits(1, rows=2, step=16), max_tokens=100)
     scheduler, unread = server.scheduler, list[int]()
     step = scheduler._step
     scheduler._step = lambda: (unread.append(scheduler._batch.unread), step())
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(server.post, asked(short, 0, 200))
+        first = pool.submit(server.post, asked(short, 0, 100))
         until(lambda: len(unread) > 1)
         second = pool.submit(server.post, asked(long))
-        assert text_of(first.result(PATIENCE)) == wanted(plain, short, 0, 200)
+        assert text_of(first.result(PATIENCE)) == wanted(plain, short, 0, 100)
         assert text_of(second.result(PATIENCE)) == wanted(plain, long)
     read = [before - after for before, after in pairwise(unread) if before > after]
     assert max(read) == OFFLOADED_CHUNKS * 16 and len(read) > 5
@@ -238,11 +226,9 @@ def test_a_full_disk_ends_one_request_and_frees_everything(model, plain, serve, 
     kv, size = plain.target.kv, tokens(plain, long)
     server = serve(engine(model, "trie", kv.nbytes * size - 1, 0, folder=tmp_path), SchedulerLimits(1, rows=4))
 
-    def full(*told: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full)
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        patch.setattr(os, "posix_fallocate", Mock(side_effect=full))
         bad, good, streamed = at_once(server, (asked(long), asked(short), asked(long, stream=True)))
         error = error_of(bad, 500)
         assert text_of(good) == wanted(plain, short)
@@ -253,7 +239,7 @@ def test_a_full_disk_ends_one_request_and_frees_everything(model, plain, serve, 
     assert text_of(server.post(asked(long))) == wanted(plain, long)
 
 
-THREE = [prompt(words, seed) for seed, words in enumerate((600, 500, 700))]
+THREE = [prompt(words, seed) for seed, words in enumerate((300, 250, 350))]
 
 
 @pytest.mark.one_in(3)
@@ -304,14 +290,11 @@ def test_a_draft_whose_keys_cannot_be_fetched_ends_no_request(model, plain, serv
     caches, drafting, source = list[OffloadedCache](), threading.Event(), one.level.planner.own[-1]
     fetch, propose = OffloadedCache._fetch_now, source.propose
 
-    def broken(copy_engine: CopyEngine, parts: Parts) -> None:
-        raise OffloadError("in the test")
-
     def fetching(cache: OffloadedCache, rows: Any) -> Any:
         with monkeypatch.context() as patch:
             if drafting.is_set() and (not caches or cache is caches[0]):
                 caches.append(cache)
-                patch.setattr(CopyEngine, "fetch_now", broken)
+                patch.setattr(CopyEngine, "fetch_now", Mock(side_effect=OffloadError("in the test")))
             return fetch(cache, rows)
 
     def proposing(*told: Any) -> Any:
@@ -409,21 +392,13 @@ def test_wrong_settings_are_named(told, why):
 
 
 def test_the_command_builds_it_and_says_what_is_not_shared(tmp_path, monkeypatch, caplog):
-    built: list[Engine] = []
-
-    class Served:
-        def __init__(self, app: Any, *given: Any) -> None:
-            built.append(app.state.service.engine)
-            app.state.service.scheduler.close()
-
-        def serve_on(self, sockets: Any) -> None:
-            pass
-
-    monkeypatch.setattr("forerun.server.http_server.DrainingServer", Served)
+    monkeypatch.setattr("forerun.server.http_server.DrainingServer", served := Mock())
     tiers: Any = {"kv_memory": "3MB", "kv_host_memory": "1MB", "kv_folder": tmp_path, "kv_folder_limit": "5MB"}
     with caplog.at_level("INFO"):
         serve.run(ServeOptions(**tiers, drafter="trie", port=0))
-    assert built[0].tiers.memory == KVMemory(3_000_000, 1_000_000, tmp_path, file=5_000_000)
+    service = served.call_args.args[0].state.service
+    service.scheduler.close()
+    assert service.engine.tiers.memory == KVMemory(3_000_000, 1_000_000, tmp_path, file=5_000_000)
     assert f"2.9 MiB on the device, 1.0 MiB in the host's memory, 4.8 MiB in files in {tmp_path}" in caplog.text
     assert "share no prefixes" in caplog.text
     (tmp_path / "file").touch()

@@ -20,9 +20,14 @@ def bundled() -> tuple[PreTrainedModel, Any]:
 def allows(tokenizer: Any, response_format: Any, text: str) -> bool:
     """Whether a text follows a grammar, to its end."""
     pytest.importorskip("llguidance")
-    matcher = Grammars(tokenizer, len(tokenizer), []).of(response_format).matcher.deep_copy()
+    matcher = _grammars(tokenizer, len(tokenizer)).of(response_format).matcher.deep_copy()
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
+
+
+@functools.lru_cache(1)
+def _grammars(tokenizer: Any, size: int) -> Grammars:
+    return Grammars(tokenizer, size, [])
 
 
 @functools.cache

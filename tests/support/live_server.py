@@ -194,6 +194,11 @@ ASKED: Json = {"model": "bundled", "prompt": "Hi", "max_tokens": 4, "temperature
 """A short request."""
 
 
+def sampled(seed: int, temperature: float = 1.0, top_p: float = 1.0) -> Json:
+    """Options of an engine, as a server has them for a request with this seed."""
+    return {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0, "seed": seed}
+
+
 def ready(port: int) -> bool:
     try:
         return httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200

@@ -1,19 +1,20 @@
-"""What agents and load tools send beyond OpenAI's first API: each row is a request that gets an answer."""
+"""Requests of agents and load tools get an answer; what is wrong in one is refused by the name of its field."""
 
 import gzip
 import json
+import re
 import socket
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.chat_models import QWEN, TOOLS
+from support.chat_models import QWEN, TOOLS, json_schema
 from support.live_server import Json, LiveServer, bundled_engine, error_of, events_of, serving, streamed
 
 from forerun.server.chat_schema import ChatRequest
 from forerun.server.schema import CompletionRequest
-from forerun.server.tolerance import HINTS, NEUTRAL, Notes, is_neutral
+from forerun.server.tolerance import HINTS, MAX_TOOLS, MAX_TURNS, NEUTRAL, Notes, is_neutral
 
 pytest.importorskip("llguidance")
 USER: Json = {"role": "user", "content": "Weather in Rome?"}
@@ -47,6 +48,10 @@ def said(**fields: Any) -> Json:
 
 def items(*given: Json) -> Json:
     return {"input": [USER, *given, USER]}
+
+
+def function(**told: Any) -> Json:
+    return {"tools": [{"type": "function", "function": told}]}
 
 
 ROWS: list[tuple[str, Json]] = [
@@ -115,6 +120,9 @@ ROWS: list[tuple[str, Json]] = [
     (CHATS, block(type="image_url", image_url={"url": "data:x"})),
     (CHATS, {"messages": [USER, {"role": "system", "content": "Be short."}, USER]}),
     (CHATS, {"tools": [{"type": "web_search"}, *TOOLS]}),
+    *((CHATS, function(name="f", parameters=parameters)) for parameters in (  # that cannot be read, and are only shown
+        {"properties": ["x"]}, {"$defs": 3}, {"properties": {"x": {"anyOf": {"a": 1}, "$ref": 4}}},
+    )),
     # lm-eval, GuideLLM and load tools
     (TEXTS, {"logprobs": 20}),
     (TEXTS, {"ignore_eos": True, "min_tokens": 2, "stop_token_ids": [5], "truncate_prompt_tokens": 2}),
@@ -133,7 +141,7 @@ ROWS: list[tuple[str, Json]] = [
 ]  # fmt: skip
 
 
-engine, server = serving(QWEN, max_tokens=64)
+engine, server = serving(QWEN, engine={"budget": 16}, max_tokens=64, drafter="trie")
 
 
 def rendered(server: LiveServer, messages: list[Json], **more: Any) -> str:
@@ -241,10 +249,9 @@ def test_a_text_ends_at_a_stop_token_and_not_before_it_may(server):
     text = server.post(asked, TEXTS).json()["choices"][0]["text"]
     ids = server.http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"]
     stop = next(token for token in ids[2:] if token not in ids[:2])
-    ended = server.post({**asked, "stop_token_ids": [stop]}, TEXTS).json()
-    assert ended["choices"][0]["finish_reason"] == "stop"
+    (ended,) = server.post({**asked, "stop_token_ids": [stop]}, TEXTS).json()["choices"]
     shown = server.http.post("/detokenize", json={"tokens": ids[: ids.index(stop)]}).json()["prompt"]
-    assert ended["choices"][0]["text"] == shown
+    assert (ended["finish_reason"], ended["text"]) == ("stop", shown)
     later = server.post({**asked, "stop_token_ids": [stop], "min_tokens": 12}, TEXTS).json()
     assert later["usage"]["completion_tokens"] == 12
 
@@ -256,16 +263,13 @@ def test_a_prompt_is_cut_to_its_end(server):
     assert cut["usage"]["prompt_tokens"] == 2 and cut["choices"] == whole["choices"]
 
 
-def test_a_long_answer_is_as_long_as_fits_where_an_agent_asks(server):
-    answer = server.post({**BASES[MESSAGES], "max_tokens": 32_000}, MESSAGES).json()
-    assert answer["stop_reason"] in ("max_tokens", "end_turn") and answer["usage"]["output_tokens"] <= 64
-
-
-def test_a_message_follows_a_schema(server):
+def test_a_message_follows_a_schema_and_is_as_long_as_fits(server):
     form = {"type": "json_schema", "schema": {"type": "integer", "minimum": 0, "maximum": 9}}
     for change in ({"output_config": {"format": form}}, {"output_format": form}):
         answer = server.post({**BASES[MESSAGES], **change, "max_tokens": 20}, MESSAGES).json()
         assert int(answer["content"][0]["text"]) in range(10)
+    answer = server.post({**BASES[MESSAGES], "max_tokens": 32_000}, MESSAGES).json()
+    assert answer["stop_reason"] in ("max_tokens", "end_turn") and answer["usage"]["output_tokens"] <= 64
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -327,3 +331,172 @@ def test_what_is_asked_in_http_is_answered_in_http(server: LiveServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port)) as one:
         one.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 200_000)
         assert one.recv(100).startswith(b"HTTP/1.1 431")
+
+
+DOUBLING = "start: r0\n" + "".join(f"r{i}: r{i + 1} r{i + 1}\n" for i in range(20)) + 'r20: "abc"'
+"""Three megabytes of text without a choice."""
+UNKEEPABLE: Json = {"type": "object", "properties": {"a": {"not": {}}}, "required": ["a"]}
+
+
+def schema(told: Json) -> Json:
+    return {"response_format": json_schema(told)}
+
+
+def doubled() -> Json:
+    """30 definitions of two fields each would spell out a gigabyte without a choice."""
+    schemas: Json = {"d0": {"const": "abcd"}}
+    for i in range(1, 31):
+        inner = {"$ref": f"#/$defs/d{i - 1}"}
+        schemas[f"d{i}"] = {"type": "object", "properties": {"a": inner, "b": inner}, "required": ["a", "b"]}
+    return {"$defs": schemas, "type": "object", "properties": {"x": {"$ref": "#/$defs/d30"}}}
+
+
+def grammar(kind: str, text: str) -> Json:
+    return {"response_format": {"type": kind, kind: text}}
+
+
+WRONG: list[tuple[str, Json, str | None, str]] = [
+    *((TEXTS, change, param, "") for change, param in (
+        ({"prompt": []}, "prompt"), ({"prompt": [[]]}, "prompt"), ({"prompt": [1, "x"]}, "prompt"),
+        ({"prompt": [10**30]}, "prompt"), ({"prompt": "\ud800"}, "prompt"), ({"prompt": ""}, None),
+        ({"prompt": [2**31 - 1]}, None), ({"\ud800": 1}, None), ({"temperature": 2.5}, "temperature"),
+        ({"temperature": 1e-300}, "temperature"), ({"temperature": "1"}, "temperature"), ({"top_p": 0}, "top_p"),
+        ({"n": 0}, "n"), ({"n": 10**6}, "n"), ({"n": 100, "prompt": ["a", "b"]}, "n"), ({"n": float("nan")}, "n"),
+        ({"seed": 2**64}, "seed"),
+        ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 65}, "max_tokens"), ({"stop": ["a"] * 65}, "stop"),
+        ({"stop": ""}, "stop"), ({"stop": 3}, "stop"), ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"top_k": -2}, "top_k"), ({"min_p": 1.5}, "min_p"), ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"frequency_penalty": 3}, "frequency_penalty"), ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 200}}, "logit_bias"), ({"logit_bias": {"9999": 1}}, "logit_bias"), ({"echo": 3}, "echo"),
+        ({"prediction": "x"}, "prediction"), ({"logprobs": 21}, "logprobs"), ({"min_tokens": 17}, "min_tokens"),
+        ({"stop_token_ids": [10**6]}, "stop_token_ids"), ({"forerun": {"namespace": "a/b"}}, "forerun.namespace"),
+    )),
+    *((TEXTS, {name: value}, name, "") for name, value in (
+        ("best_of", 3), ("suffix", "x"), ("top_q", 3), ("messages", [USER]),
+    )),
+    (CHATS, {"modalities": ["audio"]}, "modalities", ""), (CHATS, {"functions": [{}]}, "functions", ""),
+    *((TEXTS, {"forerun": change}, param, said) for change, param, said in (
+        ({"drafter": "auto"}, "forerun.drafter", "this server has trie, none"), ({"budget": -1}, "forerun.budget", "0"),
+        ({"budget": 17}, "forerun.budget", "16"), ({"budget": 1.5}, "forerun.budget", "integer"),
+        ({"trace": True}, "trace", "for streams"), ({"trac": True}, "forerun.trac", "no such field"),
+    )),
+    *((TEXTS, change, "response_format", said) for change, said in (
+        (grammar("regex", "("), "regex cannot be used"), (grammar("regex", "a{60000}"), "2,000 are the most"),
+        (grammar("grammar", "start: x"), "grammar cannot be used"), (schema(doubled()), "32,768 are the most"),
+        (grammar("grammar", "start: %regex {}"), "allowed are %json and %ignore"),
+        (grammar("grammar", DOUBLING), "32,768 are the most"),
+        (grammar("grammar", "start: " + "(" * 3000 + '"a"' + ")" * 3000), "nested too deeply"),
+    )),
+    (TEXTS, grammar("regex", ""), "response_format.regex.regex", "at least 1"),
+    *((TEXTS, schema(told), "response_format", said) for told, said in (
+        ({"type": "strin"}, "Invalid type"), ({"properties": 3}, "must be an object"), ({"$ref": "#"}, "no text fits"),
+        ({"$ref": "https://example.org/x"}, "does not fetch"), ({"not": {}}, "the keyword not cannot be enforced"),
+        ({"enum": []}, "Unsatisfiable"), ({"allOf": [{"type": "string"}, {"type": "integer"}]}, "incompatible types"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-around"), ({"type": "array", "contains": {}}, "contains can"),
+        ({"const": "x" * 70_000}, "65,536 are the most"),
+    )),
+    *((CHATS, {"response_format": told}, f"response_format{param}", "") for told, param in (
+        ({}, ""), ("json_object", ""), ({"type": "text", "x": 1}, ".text"), ({"type": "grammar"}, ".grammar.grammar"),
+        *(({"type": "json_schema", **more}, f".json_schema.json_schema{param}") for more, param in (
+            ({}, ""), ({"json_schema": {"name": "a b", "schema": {}}}, ".name"),
+            ({"json_schema": {"name": "a"}}, ".schema"), ({"json_schema": {"name": "a", "schema": []}}, ".schema"),
+        )),
+    )),
+    (TEXTS, {"logprobs": True}, "logprobs", ""), (CHATS, {"logprobs": 2}, "logprobs", ""),
+    (CHATS, {"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+    *((CHATS, change, param, said) for change, param, said in (
+        (schema(UNKEEPABLE), "response_format", "cannot be enforced"),
+        ({"top_logprobs": 21, "logprobs": True}, "top_logprobs", ""),
+        *(({"max_tokens": None, name: 65}, name, "") for name in ("max_tokens", "max_completion_tokens")),
+        ({"continue_final_message": True}, "continue_final_message", "turn at the end"),
+        ({"messages": [USER] * (MAX_TURNS + 1)}, "messages", f"{MAX_TURNS:,} are the most"),
+        ({"tools": TOOLS * MAX_TOOLS}, "tools", f"{MAX_TOOLS} are the most"),
+        # as large as a schema may be without tools
+        ({"tools": TOOLS, **schema({"properties": {f"p{i}": {"type": "integer"} for i in range(5000)}})},
+         "response_format", "65,536 are the most"),
+        ({"tools": [None]}, "tools.0", "tools.0"), ({"tools": [{"type": "custom"}]}, "tools", "tool 0 must be"),
+        (function(name="a b"), "tools", "the name of tool 0"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools", "two tools have the same name"),
+        (function(name="f", parameters=3), "tools", "parameters of tool 0"),
+        (function(name="f", description="\ud800"), "tools.0.function.description", "surrogate"),
+        ({**function(name="f", parameters={"properties": {"x": {"type": "strin"}}}), "tool_choice": "required"},
+         "tools", "cannot be used"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice",
+         "get_weather, add"),
+        ({"tool_choice": "required"}, "tool_choice", "the available tools: none"),
+        ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice", "auto, none, required"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": 3}}, "tool_choice", "auto, none, required"),
+        ({"tool_choice": {"type": "allowed_tools", "tools": 3}}, "tool_choice", "auto, none, required"),
+        ({"tools": 3, "tool_choice": {"type": "allowed_tools"}}, "tools", "list"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"type": "custom"}]}]}, "messages.0", "call 0 needs"),
+        ({"messages": [{"role": "assistant", "tool_calls": 3}]}, "messages.0.tool_calls", "list"),
+        ({"messages": [{"role": "user", "content": [{"type": []}]}]}, "messages.0.content.0", "must be text"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "variables of the chat template"),
+        ({"chat_template_kwargs": {"x": [1]}}, "chat_template_kwargs", "variables of the chat template"),
+    )),
+    *((RESPONSES, change, param, said) for change, param, said in (
+        ({"input": [{"type": "thing", "id": "x"}]}, "input.0", "the type must be one that is known, such as message"),
+        ({"input": [{"role": "user", "content": [{"type": "input_smell"}]}]}, "input.0.content.0", "must be text"),
+        ({"input": [USER] * (MAX_TURNS + 1)}, "input", f"{MAX_TURNS:,} are the most"), ({"input": []}, "input", ""),
+        ({"inputs": "x"}, "inputs", "did you mean input?"), ({"max_output_tokens": 0}, "max_output_tokens", ""),
+        ({"text": {"format": {"type": "json_schema", "name": "n", "schema": UNKEEPABLE}}}, "text.format", "enforced"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", ""),
+        ({"tools": [{}]}, "tools.0", "tools.0: a tool needs a type"),
+        ({"tools": [None]}, "tools.0", "tools.0: input should be a valid dictionary"),
+        ({"tool_choice": {"type": "file_search"}}, "tool_choice", "auto, none, required"),
+    )),
+    *((MESSAGES, change, None, said) for change, said in (  # Anthropic's errors have no field
+        ({"messages": [{"role": "user", "content": [{"type": "smell"}]}]}, "messages.0.content.0: must be text"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "role user, assistant or system"),
+        ({"messages": [USER] * (MAX_TURNS + 1)}, f"messages: there are {MAX_TURNS + 1:,}; {MAX_TURNS:,} are the most"),
+        ({"max_tokens": None}, "max_tokens"), ({"temperature": 3}, "temperature"),
+        ({"output_config": {"format": {"type": "x"}}}, "output_config.format"),
+    )),
+]  # fmt: skip
+
+
+UNSUPPORTED = (
+    "best_of", "suffix", "top_q", "modalities", "functions", "inputs", "previous_response_id", "response_format.text",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("address", "change", "param", "said"), WRONG, ids=lambda told: told if told in [*BASES] else ""
+)
+def test_what_is_wrong_is_named(server, address, change, param, said):
+    body = json.dumps({"model": "bundled", **BASES[address], **change})
+    answer = server.http.post(f"/v1/{address}", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    message = answer.json()["error"]["message"]
+    if address != MESSAGES:
+        error = error_of(answer)
+        assert (error["param"], error["type"]) == (param, "invalid_request_error"), message
+        unsupported = param in UNSUPPORTED or "no such field" in message
+        assert (error["code"] == "unsupported") == unsupported, error
+    assert said in message if said or param is None else re.search(rf"\b{param.split('.')[-1]}\b", message), message
+    assert "TextEncodeInput" not in message and len(message) < 400
+    assert not server.scheduler.busy
+
+
+@pytest.mark.parametrize("depth", [200, 400, 900, 3000, 20_000])
+@pytest.mark.parametrize("place", ["response_format", "tools"])
+def test_a_schema_that_is_nested_too_deeply_is_refused(server: LiveServer, place: str, depth: int) -> None:
+    nested = '{"type": "array", "items": ' * depth + "{}" + "}" * depth
+    change = json.dumps(schema({}) if place == "response_format" else function(name="f", parameters={}))
+    wanted = '"tool_choice": "required", ' if place == "tools" else ""
+    body = json.dumps({"model": "bundled", **BASES[CHATS]})[:-1] + ", " + wanted + change[1:].replace("{}", nested)
+    error_of(server.http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"}))
+
+
+BODY = b'{"model": "bundled", "max_tokens": 1, "prompt": "a"}'
+
+
+@pytest.mark.parametrize("body", [
+    b'{"model": ', b"[" * 9_000, b"\xff\xfe{}", b"[]", b"", b"1" * 9_000,
+    *(BODY.replace(b'"a"', each) for each in (b'"\xed\xa0\x80"', b'"\\n\xed\xa0\x80"', b'"\xff"')),  # half a surrogate
+    *(BODY.decode().encode(encoding) for encoding in ("utf-16", "utf-32")),
+])  # fmt: skip
+def test_a_body_that_is_no_json_in_utf_8_is_refused(server: LiveServer, body: bytes) -> None:
+    """Python's parser guesses the encoding, and accepts encoded halves of surrogate pairs."""
+    error = error_of(server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"}))
+    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_json")

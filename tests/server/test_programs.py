@@ -1,14 +1,21 @@
-"""Each example with OpenAI's client runs against a real server."""
+"""Programs against a real server: the examples with OpenAI's client, and clients that nobody here wrote.
 
+These go through the table of docs/results/clients.md; those that are not installed are skipped.
+"""
+
+import importlib.util
 import re
 import runpy
 from pathlib import Path
 
 import pytest
+from support.chat_models import QWEN
 from support.live_server import serving
+from support.real_clients import ROWS
 
 import forerun
 
+pytest.importorskip("llguidance")
 EXAMPLES = Path(forerun.__file__).parents[2] / "examples" / "server"
 SAYS = {
     "chat": r"> What is a trie\?\n[\s\S]*> What is it good for\?\n[\s\S]*\[\d+\.\d\d tokens per step\]",
@@ -18,7 +25,7 @@ SAYS = {
 }
 
 
-engine, server = serving()
+engine, server = serving(QWEN, max_tokens=512)
 
 
 def test_all_examples_are_known():
@@ -32,3 +39,12 @@ def test_the_example_runs(server, name, monkeypatch, capsys):
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     said = capsys.readouterr().out
     assert re.search(SAYS[name], said), said
+
+
+@pytest.mark.parametrize(("client", "function"), [(client, function) for client, _, function in ROWS])
+def test_a_row_of_the_table(server, client, function, monkeypatch):
+    if importlib.util.find_spec(client) is None:
+        pytest.skip(f"{client} is not installed; pip install '.[clients]' has it")
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    function(f"http://127.0.0.1:{server.port}/v1", "bundled")
