@@ -33,10 +33,7 @@ class Idle:
 def host_code() -> Iterator[None]:
     """Run models on a CPU as on a GPU whose kernels cost and compute nothing: only the host's part remains, and outputs
     have no meaning."""
-    from forerun.core import transfers, verify
-    from forerun.decoding.sources import trie_source
     from forerun.kernels.gpu import attend, token_choice
-    from forerun.kv import retrieval
     from forerun.models.forward import cuda_graphs, gate
     from forerun.models.forward.scorer import Scorer
 
@@ -47,8 +44,7 @@ def host_code() -> Iterator[None]:
         stack.enter_context(mock.patch.object(cuda_graphs, "Recorder", Idle))
         stack.enter_context(mock.patch.object(type(attend._scan), "__getitem__", lambda *_: lambda *_, **__: None))
         stack.enter_context(mock.patch.object(token_choice, "choose", lambda logits, noise: logits.argmax(-1)))
-        for module in (transfers, verify, trie_source, retrieval):
-            stack.enter_context(mock.patch.object(module, "elsewhere", lambda tensor: True))
+        stack.enter_context(mock.patch.object(torch.Tensor, "is_cpu", False))
         yield
 
 

@@ -74,7 +74,7 @@ def test_a_verification_that_accepts_wrong_drafts_fails(guessing, monkeypatch):
 def scored_by(monkeypatch: pytest.MonkeyPatch, change: Callable[[list[RowScores], Any], list[RowScores]]) -> None:
     """Engines score by ``Scorer``, whose rows are changed."""
     score_rows = Scorer.score_rows
-    monkeypatch.setattr(forerun.engine.engine, "admit", lambda model, *_, **__: Scorer(model))
+    monkeypatch.setattr(forerun.engine.engine, "admitted", lambda model, *_, **__: Scorer(model))
     monkeypatch.setattr(
         Scorer, "score_rows", lambda self, blocks, *rest: change(score_rows(self, blocks, *rest), blocks)
     )

@@ -340,6 +340,5 @@ def test_an_engine_gives_the_same_text_either_way(monkeypatch, drafter, verifica
         return engine.generate([*PROMPTS], **options).generated
 
     expected, asked = texts(), []
-    for name in ("core.transfers", "core.verify"):
-        monkeypatch.setattr(f"forerun.{name}.elsewhere", lambda tensor: asked.append(1) or True)
+    monkeypatch.setattr(torch.Tensor, "is_cpu", property(lambda tensor: bool(asked.append(1))))
     assert texts() == expected and asked

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from forerun.core.block import Block
 from forerun.core.tree import DraftTree
 from forerun.kernels.attention.attention import AttentionSpec
-from forerun.kv import retrieval
 from forerun.kv.full_cache import FullCache
 from forerun.kv.low_rank import LowRankCache, LowRankConfig
 from forerun.kv.retrieval import RetrievalCache, RetrievalConfig
@@ -177,7 +176,7 @@ def test_policies_refresh_when_they_should():
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_verifying_queries_decide_what_is_chosen_next(on_gpu, monkeypatch):
     """On a GPU all chunks are copied again, in the order of their scores."""
-    monkeypatch.setattr(retrieval, "elsewhere", lambda tensor: on_gpu)
+    monkeypatch.setattr(torch.Tensor, "is_cpu", not on_gpu)
     config = RetrievalConfig(64, 4, window=8, stride=8, refresh="verify")
     row = Row.of(300)
     cache = RetrievalCache(row.full, config)

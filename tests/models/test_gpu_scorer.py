@@ -389,8 +389,7 @@ def test_a_recorded_pass_chooses_sampled_tokens(on_gpu, method):
 def test_a_step_waits_for_one_transfer(drafter, on_gpu, monkeypatch):
     """Whole texts, whose passes are recorded or not: a step waits once, and so does a drafting pass. Nothing else does,
     neither a pass, nor a choice of chunks."""
-    for name in ("core.transfers", "core.verify", "decoding.sources.trie_source", "kv.retrieval"):
-        monkeypatch.setattr(f"forerun.{name}.elsewhere", lambda tensor: True)
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
     settings = LongContextConfig(cache_budget=6, chunk=2, gamma2=3, sparse="retrieval", paced=False)
     engine = Engine(model(), drafter, settings=settings, prune_drafts=False)
     passes, one_pass = [], GpuScorer._pass

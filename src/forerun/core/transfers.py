@@ -31,11 +31,6 @@ NOISE_ROWS = 16
 """Rows of logits that get noise at a time; each needs 8 bytes per token for noise and for scores."""
 
 
-def elsewhere(tensor: torch.Tensor) -> bool:
-    """Return whether reading a value of the tensor is a transfer."""
-    return tensor.device.type != "cpu"
-
-
 def present(device: torch.device) -> AbstractContextManager[object]:
     """Make a GPU this thread's current device, for kernels that are not torch's."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
@@ -113,7 +108,7 @@ def choose_rows(
             for.
         best, chances: number of best tokens per row of logits; whether to fetch the choices' probabilities.
     """
-    there = {n: own for n, own in enumerate(scored) if isinstance(own, RowScores) and elsewhere(own.logits)}
+    there = {n: own for n, own in enumerate(scored) if isinstance(own, RowScores) and not own.logits.is_cpu}
     found = [RowChoices()] * len(trees)
     if not there:
         return found

@@ -17,7 +17,6 @@ from forerun.core.block import Block
 from forerun.core.checks import check_integer
 from forerun.core.long_context import Policy
 from forerun.core.pinned import to_device
-from forerun.core.transfers import elsewhere
 from forerun.kernels.attention.attention import AttentionSpec, Rows
 from forerun.kv.cache import ROLLBACK_TOKENS, Addresses, KVShape, addresses_of, compact, stacked
 from forerun.kv.full_cache import FullCache
@@ -277,7 +276,7 @@ class ChosenChunks:
     def _replace(self, best: torch.Tensor, source: FullCache, layer: int, rows: Rows) -> None:
         """Copy missing chunks of ``best`` into unwanted slots; on a GPU all, as counting would cost more."""
         heads, count = best.shape
-        if elsewhere(best) and not source.offloaded:
+        if not (best.is_cpu or source.offloaded):
             self._chosen, head = best, torch.arange(heads, device=best.device).repeat_interleave(count)
             for mine, new in zip(rows, source.chunks(layer, head, best.flatten(), self._chunk), strict=True):
                 mine[0, :, : count * self._chunk] = new.view(heads, -1, new.shape[2])

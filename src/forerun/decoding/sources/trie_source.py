@@ -11,7 +11,6 @@ import torch
 
 from forerun.core.request import Request
 from forerun.core.sampling import MASK64, Sampler, mixed
-from forerun.core.transfers import elsewhere
 from forerun.core.tree import DraftTree
 from forerun.core.verify import Outcome
 from forerun.decoding.row import Row, RowState
@@ -180,7 +179,7 @@ class TrieSource(Source):
         """Note the best tokens of the scored rows, to store after the step's tokens are indexed: otherwise the mixer
         would judge lists made from the answer. From a device, lists come with the step's transfer; replays have
         none."""
-        if outcome.best is None and (elsewhere(outcome.logits) or not outcome.logits.shape[0]):
+        if outcome.best is None and (not outcome.logits.is_cpu or not outcome.logits.shape[0]):
             return
         request = noted.request
         tree, text, end = outcome.tree, request.tokens, len(request) - len(outcome.verdict.tokens)

@@ -126,7 +126,7 @@ def takes(x: Any, weight: Any) -> bool:
     """Return whether the kernel can read these: on a CPU, of one of its types, each row of weights contiguous."""
     dtype = weight.dtype
     return bool(
-        weight.is_cpu
+        weight.device.type == "cpu"
         and dtype in NUMBER_KINDS
         and x.dtype == dtype
         and weight.dim() == 2
