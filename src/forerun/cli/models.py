@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from forerun.cli.options import LongOptions
 from forerun.cli.rank_check import ranks
 from forerun.cli.terminal import preparing, stderr, working
-from forerun.core.long_context import MTP, LongContextConfig
+from forerun.core.long_context import MTP, QUANTISATIONS, LongContextConfig
 from forerun.decoding.recipes import DRAFTERS, Recipe, check_drafter
 from forerun.engine.engine import BUDGET, Engine
 from forerun.models.forward.runtime import default_runtime
@@ -76,6 +76,8 @@ def settings(
         if "auto" in drafters and (count := stated_layers(target)):
             log.info("%s comes with %d MTP layer(s): --draft-model mtp lets auto use them", options.model, count)
         return make()
+    if name in QUANTISATIONS:
+        return make(name)
     # It loads transformers' code of the models that heads extend, which most commands do not need.
     from forerun.models.heads.loading import is_head, load_head
 

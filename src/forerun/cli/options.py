@@ -25,7 +25,7 @@ DRAFTER_HELP = (
 MODEL_HELP = "A model's folder, a GGUF file, a hub name that is in the local cache, or 'bundled'."
 DRAFT_MODEL_HELP = (
     "The small model, like --model; with bundled, the bundled one. Or the folder of a trained head; mtp for "
-    "those in the model's own files."
+    "those in the model's own files; q8_0 for a copy of the model itself in 8 bits."
 )
 SPARSE_HELP = (
     "The target's sparse cache in auto and in all triforce drafters; by default low-rank, and retrieval on a GPU."

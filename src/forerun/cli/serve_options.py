@@ -42,7 +42,8 @@ class ServeOptions(DebugOptions):
     name: Annotated[str | None, option(panel="Model", help="What clients call it; else the end of its path.")] = None
     drafter: Annotated[str | None, option("--drafter", "-d", panel="Model", help=DRAFTER_HELP)] = None
     draft_model: Annotated[
-        str | None, option(panel="Model", help="The small model of triforce, the folder of a trained head, or mtp.")
+        str | None,
+        option(panel="Model", help="The small model of triforce, the folder of a trained head, mtp, or q8_0."),
     ] = None
     budget: Budget = None
     dtype: Annotated[

@@ -13,6 +13,10 @@ Sparse = Literal["low-rank", "retrieval"]
 MTP = "mtp"
 """The ``draft_model`` that selects trained heads in the target's own files."""
 
+QUANTISATIONS = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
+"""Formats that gguf's quantiser writes; files with K-quants need llama.cpp's own tool. As a ``draft_model``: the
+target's weights in that format."""
+
 
 @dataclass(frozen=True)
 class LongContextConfig:
@@ -21,7 +25,7 @@ class LongContextConfig:
     Attributes:
         draft_model: the small model, a transformers decoder, for ``triforce``, ``triforce-auto`` and ``streaming``. For
             ``head`` and ``auto``: the folder of a trained head (``models/heads/loading.py``), or ``mtp`` for those in
-            the target's files.
+            the target's files. For ``copy`` and ``auto``: the format (``q8_0``) of a copy of the target's weights.
         gamma1: draft length of the small model, in tokens.
         gamma2: maximum draft length that the target verifies, in tokens.
         cache_budget: tokens in a sparse cache of the target, per layer and KV head; in the low-rank one, that a query

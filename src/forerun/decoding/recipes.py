@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forerun.core.long_context import MTP, LongContextConfig
+from forerun.core.long_context import MTP, QUANTISATIONS, LongContextConfig
 from forerun.decoding.level import UNLIMITED, CacheFactory, Level
 from forerun.decoding.planner import UNSURE, AdaptivePlanner, Planner
 from forerun.decoding.source import Source
@@ -19,6 +19,7 @@ from forerun.kv.full_cache import FullCache
 from forerun.kv.low_rank import LowRankCache, LowRankConfig
 from forerun.kv.retrieval import RetrievalCache, RetrievalConfig
 from forerun.kv.streaming import Rotation, StreamingCache
+from forerun.kv.tail import TailView
 from forerun.models.forward import gate
 from forerun.models.forward.runtime import Runtime
 from forerun.models.forward.scorer import Scorer, is_sharded
@@ -38,6 +39,9 @@ HELPED = 0.1
 """First guess of drafting a token over a sparse cache with a small model's or trie's help, in target passes: low, so
 that drafting is tried and measured."""
 
+COPY_ACCEPTED = 0.95
+"""First guess of the acceptance rate of a copy of the target in fewer bits. SmolLM2 in q8_0: 0.97, in q4_0: 0.75 to
+0.9."""
 
 SCANNED = 0.1
 """Share of a cached token that selection from short keys reads: 24 of 256 bytes per head in bfloat16 (512 in float32).
@@ -90,7 +94,7 @@ def head_of(settings: LongContextConfig) -> Head | None:
 
 def _is_head(given: Any) -> bool:
     """Return whether a ``draft_model`` is or names a trained head. The code of heads is imported only then."""
-    if given is None:
+    if given is None or given in QUANTISATIONS:
         return False
     from forerun.models.heads.head import Head
 
@@ -118,9 +122,10 @@ def small_model(settings: LongContextConfig) -> Scorer:
     """Return the small model; raise ValueError if there is none or it cannot draft."""
     if settings.draft_model is None:
         raise ValueError("this drafter needs a small model; set draft_model, or use triforce-trie")
-    if _is_head(settings.draft_model):
+    if _is_head(settings.draft_model) or settings.draft_model in QUANTISATIONS:
+        what = "a format of copies" if settings.draft_model in QUANTISATIONS else "a head"
         raise ValueError(
-            f"draft_model is {settings.draft_model!r}, a head; this drafter needs a small model that is loaded"
+            f"draft_model is {settings.draft_model!r}, {what}; this drafter needs a small model that is loaded"
         )
     if is_sharded(settings.draft_model):
         raise ValueError("draft_model is sharded over several processes; load it unsharded, as only rank 0 drafts")
@@ -144,6 +149,39 @@ def small_level(setup: Setup, gamma: int) -> Level:
     return Level(
         scorer, Planner(), cache=small_cache(setup.settings), chain=gamma, helper=True, clock=setup.runtime.clock
     )
+
+
+def copy_level(setup: Setup, trie: TrieSource | None = None) -> Level:
+    """Make the level of a copy of the target's weights in fewer bits, over the target's own keys and values: all of
+    them, or in long sequences those that a sparse cache selects. It verifies drafts of the trie, if there is one."""
+    settings, target = setup.settings, setup.target
+    from forerun.models.loading.stored_copy import stored_copy
+
+    kind = settings.draft_model or QUANTISATIONS[0]
+    if kind not in QUANTISATIONS:
+        raise ValueError(f"draft_model is {kind!r}; this drafter needs a format: {', '.join(QUANTISATIONS)}")
+    copy = gate.admit(stored_copy(target.model, kind), kv_dtype=target.kv_dtype or target.model.dtype)
+    target.keep_queries(settings.cache_budget)
+    return Level(
+        copy,
+        Planner() if trie is None else replace(setup, target=copy).planner(trie),
+        cache=copy_cache(settings),
+        nodes=0 if trie is None else TRIE_NODES,
+        chain=settings.gamma2,
+        helper=True,
+        reads=reading(settings.cache_budget, SCANNED),
+        clock=setup.runtime.clock,
+    )
+
+
+def copy_cache(settings: LongContextConfig) -> CacheFactory:
+    """Return the factory of a copy's cache: all of the target's, or a sparse one if that may have over the budget."""
+    sparse = sparse_cache(settings)
+
+    def made(scorer: Scorer, source: FullCache) -> Cache:
+        return TailView(source) if source.capacity <= settings.cache_budget else sparse(scorer, source)
+
+    return made
 
 
 def small_cache(settings: LongContextConfig) -> CacheFactory:
@@ -221,6 +259,8 @@ def _auto(setup: Setup) -> Level:
     or a small model. Without one, the sparse cache only helps beyond its own size."""
     settings, trie = setup.settings, setup.trie()
     head, budget = head_of(settings), settings.cache_budget
+    if settings.draft_model in QUANTISATIONS:
+        return _over_copy(setup, trie)
     costly = None if head is None else _head_source(head, setup)
     small = small_level(setup, settings.gamma1) if settings.draft_model is not None and head is None else None
     beyond = 0 if small else budget
@@ -242,6 +282,18 @@ def _auto(setup: Setup) -> Level:
             small=None if small is None else small.model,
         )
     )
+
+
+def _over_copy(setup: Setup, trie: TrieSource | None = None) -> Level:
+    settings = setup.settings
+    copy = copy_level(setup, trie)
+    if trie is None and not settings.paced:
+        return setup.over(Planner(chains=copy))
+    passes = DraftPasses(window=settings.cache_budget, alone=UNLIMITED, prefills=False, accepted=COPY_ACCEPTED)
+    planner = AdaptivePlanner(
+        setup.runtime, setup.target, trie, chains=copy, longest=settings.gamma2, draft=passes, small=copy.model
+    )
+    return setup.over(planner)
 
 
 def long_context(
@@ -312,12 +364,14 @@ For long contexts: ``triforce`` is TriForce's hierarchy; ``triforce-trie`` has a
 ``triforce-auto`` both; ``low-rank`` is the target alone over their middle cache. From the paper: ``retrieval`` is
 TriForce without hierarchy, ``streaming`` the small model alone.
 """
+COPY_RECIPES: dict[str, Recipe] = {"copy": Recipe(_over_copy)}
+"""A copy of the target in fewer bits alone, by default ``q8_0``; ``auto`` uses one if ``draft_model`` is a format."""
 HEAD_RECIPES: dict[str, Recipe] = {
     "head": Recipe(lambda setup: _head_alone(setup, setup.settings)),
     "mtp": Recipe(lambda setup: _head_alone(setup, replace(setup.settings, draft_model=MTP))),
 }
 """Trained heads alone: from the folder ``LongContextConfig.draft_model``, or (``mtp``) from the target's checkpoint."""
-DRAFTERS = RECIPES | HEAD_RECIPES
+DRAFTERS = RECIPES | HEAD_RECIPES | COPY_RECIPES
 
 
 def trie_of(level: Level) -> Trie:
@@ -330,10 +384,10 @@ def trie_of(level: Level) -> Trie:
 
 def buildable(settings: LongContextConfig, recipes: Mapping[str, Recipe] = RECIPES) -> list[str]:
     """List the drafters that these settings suffice for, without ``none``."""
-    head = _is_head(settings.draft_model)
-    small = settings.draft_model is not None and not head
+    head, copy = _is_head(settings.draft_model), settings.draft_model in QUANTISATIONS
+    small = settings.draft_model is not None and not (head or copy)
     names = [name for name, recipe in recipes.items() if name != "none" and (small or not recipe.small)]
-    return [*names, "head"] if head else names
+    return [*names, *["head"] * head, *["copy"] * copy]
 
 
 def check_drafter(name: str, recipes: Mapping[str, Recipe] = DRAFTERS) -> None:

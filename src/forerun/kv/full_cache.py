@@ -101,14 +101,15 @@ class FullCache(Cache):
         more = known is None or len(block) >= known.shape[2]
         return len(block.pending) > 1 or more or any(view.uses_queries for view in self.views)
 
-    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write a block's keys and values ``[1, Hkv, n, d]`` after the committed ones; return all of the layer's."""
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, ahead: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write a block's keys and values ``[1, Hkv, n, d]`` after the committed ones and ``ahead`` speculative ones;
+        return all of the layer's."""
         if self._store is not None:
-            self.reserve(list(self._layers), k, k.shape[2])
+            self.reserve(list(self._layers), k, k.shape[2], ahead)
         self._check_type(k)
-        self._grow(self.length + k.shape[2])
-        first = self._released.get(layer, 0)
-        self._layers[layer] = append(self._layers.get(layer), (k, v), self.length, self._capacity, first)
+        held, first = self.length + ahead, self._released.get(layer, 0)
+        self._grow(held + k.shape[2])
+        self._layers[layer] = append(self._layers.get(layer), (k, v), held, self._capacity, first)
         keys, values = self._layers[layer]
         return keys, values
 
@@ -118,13 +119,15 @@ class FullCache(Cache):
         if held is not None:
             check_type(held[0].dtype, like.dtype)
 
-    def reserve(self, layers: Sequence[int], like: torch.Tensor, count: int) -> torch.Tensor:
-        """Make room for ``count`` tokens after the committed ones, in all layers; see ``Cache.addressed``.
+    def reserve(self, layers: Sequence[int], like: torch.Tensor, count: int, ahead: int = 0) -> torch.Tensor:
+        """Make room for ``count`` tokens after the committed ones and ``ahead`` speculative ones, in all layers; see
+        ``Cache.addressed``.
 
         Returns ``[layers, 2, Hkv, capacity, d]``: keys, then values; rows from ``length`` on are speculative. Raises
         ValueError if the cache holds rows of another shape or type.
         """
-        end, store = self.length + count, self._store
+        held, store = self.length + ahead, self._store
+        end = held + count
         if store is None or store.shape[3] < end or store.dtype != like.dtype:
             self._check_type(like)
             if self._layers and list(self._layers) != list(layers):
@@ -132,7 +135,7 @@ class FullCache(Cache):
             self._grow(end)
             store = self._memory(layers, like)
             for rows, (layer, both) in zip(store, self._layers.items(), strict=bool(self._layers)):
-                kept = slice(self._released.get(layer, 0), self.length)
+                kept = slice(self._released.get(layer, 0), held)
                 for new, old in zip(rows, both, strict=True):
                     new[:, kept] = old[0, :, kept]
             self._hold(layers, store)
@@ -147,13 +150,13 @@ class FullCache(Cache):
             self._layers[layer] = reserve(self._layers.get(layer), like, self.length, end, self._capacity, first)
         return self._layers
 
-    def addressed(self, layers: Sequence[int], like: torch.Tensor, count: int) -> Addresses | None:
+    def addressed(self, layers: Sequence[int], like: torch.Tensor, count: int, ahead: int = 0) -> Addresses | None:
         if self.offloaded:
             return None
-        store = self.reserve(layers, like, count)
+        store, place = self.reserve(layers, like, count, ahead), self.length + ahead
         width = store.element_size()
         head, row = store.stride(2) * width, store.stride(3) * width
-        return Addresses(self.addresses, (head, row, head, row), self.length, self.length)
+        return Addresses(self.addresses, (head, row, head, row), place, place)
 
     def fetch_layer(self, layer: int, count: int) -> Rows:
         """Return a layer's rows on the device, with room for ``count`` tokens after the committed ones."""
@@ -185,15 +188,19 @@ class FullCache(Cache):
 
     def commit(self, block: Block, path: Sequence[int]) -> None:
         start = self.length + len(block.pending)
-        if any(node != place for place, node in enumerate(path)):
-            parts = [(self._store.flatten(0, 2)[None],)] if self._store is not None else self._layers.values()
-            for rows in parts:
-                compact(rows, start, path)
+        self.compact(start, path)
         if self._recurrent.inputs:
             self._recurrent.commit(block, path)
         self.length = start + len(path)
         if self.releases and self.length >= self._full_at:
             self._release()
+
+    def compact(self, start: int, path: Sequence[int]) -> None:
+        """Move the nodes of ``path``, of a speculative tree at position ``start``, together, in all layers."""
+        if any(node != place for place, node in enumerate(path)):
+            parts = [(self._store.flatten(0, 2)[None],)] if self._store is not None else self._layers.values()
+            for rows in parts:
+                compact(rows, start, path)
 
     def _release(self) -> None:
         self._full_at = sys.maxsize if self.specs else 0

@@ -275,7 +275,8 @@ class OffloadedCache(FullCache):
             self._buffer(layer).copies.append(copy)
             self._writes.append(copy)
 
-    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def append(self, layer: int, k: torch.Tensor, v: torch.Tensor, ahead: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        assert not ahead  # no view writes to it
         count = k.shape[2]
         keys, values = self.fetch_layer(layer, count)
         keys[:, :, self.length : self.length + count] = k
@@ -368,7 +369,7 @@ class OffloadedCache(FullCache):
         self._writes.append(gathered)
         return found
 
-    def reserve(self, layers: Sequence[int], like: torch.Tensor, count: int) -> torch.Tensor:
+    def reserve(self, layers: Sequence[int], like: torch.Tensor, count: int, ahead: int = 0) -> torch.Tensor:
         """Raise ``TypeError``: an offloaded cache is not one block of memory."""
         raise TypeError(
             "an offloaded cache is not one block of memory; its passes go layer by layer (fetch_layer, write_back)"

@@ -47,7 +47,8 @@ class Choice:
         draft: DraftPasses | None = None,
         costly: Callable[[], float | None] | None = None,
     ) -> None:
-        self.costs, self.chains, self.draft = CostTable(costs), AcceptanceRate(), draft or DraftPasses()
+        self.costs, self.draft = CostTable(costs), draft or DraftPasses()
+        self.chains = AcceptanceRate.guessed(self.draft.accepted)
         self._vocabulary, self._costly = vocabulary, costly
         self._policy, self._handles = Policy.allocate(self.costs, *first_gains()), ArrayHandles[Policy]()
         self.ledger = account = self._policy.account[0]

@@ -92,9 +92,14 @@ class AcceptanceRate:
     accepted: float = STATEMENT_WEIGHT * FIRST_GUESS
     longest: float = 1.0
 
+    @classmethod
+    def guessed(cls, rate: float, longest: float = 1.0) -> AcceptanceRate:
+        """Make a rate that a few tokens change."""
+        return cls(STATEMENT_WEIGHT, STATEMENT_WEIGHT * rate, longest)
+
     def child(self) -> AcceptanceRate:
         """Return the rate of a new request, with this one as its prior."""
-        return AcceptanceRate(STATEMENT_WEIGHT, STATEMENT_WEIGHT * self.rate(), self.longest)
+        return self.guessed(self.rate(), self.longest)
 
     def rate(self, doubt: float = 0.0) -> float:
         """Return the mean plus ``doubt`` standard errors."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from forerun.core.compiling import compiled
 from forerun.core.records import RecordArray
+from forerun.policy.calibration import FIRST_GUESS
 from forerun.policy.cost_curve import CostTable
 from forerun.policy.ledger import SHARE
 from forerun.policy.policy_tables import (
@@ -62,6 +63,8 @@ class DraftPasses:
         weight: its cost relative to the target's pass over that many cached tokens.
         small: costs of a small model that drafts directly for requests of at most ``alone`` cached tokens; its pass
             over one token costs ``share``, and it reads at most ``window`` of them.
+        prefills: whether the small model computes keys and values of the prompt.
+        accepted: probability that a token is accepted.
     """
 
     reads: Callable[[int], int] = lambda cached: cached
@@ -70,6 +73,8 @@ class DraftPasses:
     share: float = 1.0
     window: int = 0
     alone: int = 0
+    prefills: bool = True
+    accepted: float = FIRST_GUESS
 
     def are_alone(self, cached: Sequence[int]) -> bool:
         """Return whether the small model drafts directly."""
@@ -83,7 +88,9 @@ class DraftPasses:
 
     def prefill(self, tokens: int) -> float:
         """Return the cost of the small model's prefill of ``tokens`` tokens."""
-        return 0.0 if self.small is None else self.share * self.small.cost([min(tokens, self.window)], [0])
+        if self.small is None or not self.prefills:
+            return 0.0
+        return self.share * self.small.cost([min(tokens, self.window)], [0])
 
 
 def begin_times(policy: Policy, unit: float | None) -> None:

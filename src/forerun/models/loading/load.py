@@ -38,6 +38,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging
 
 from forerun.core.install_command import install_command
+from forerun.core.long_context import QUANTISATIONS
 from forerun.kernels.runtime.vector_ir import unusable
 from forerun.models.forward.architecture import STORED
 from forerun.models.loading import gguf
@@ -48,8 +49,6 @@ from forerun.reference import bundled
 LOG = log.getLogger(__name__)
 BUNDLED = "bundled"
 BUNDLED_DRAFT = "bundled-draft"
-QUANTISATIONS = ("q8_0", "q5_1", "q5_0", "q4_1", "q4_0")
-"""Formats that gguf's quantiser writes; files with K-quants need llama.cpp's own tool."""
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64", STORED)
 ACTIVATION_TYPES = ("auto", "int8", "float32")
 
