@@ -58,8 +58,8 @@ def test_matrices_are_blocks_shared_as_before_and_all_else_is_float32():
 
 
 @pytest.mark.parametrize(("make", "message"), [
-    (lambda: model("llama", torch.float64), "which is in float64; allowed are float32 and bfloat16"),
-    (lambda: stored_copy(model("llama"), "q8_0"), "which is in stored; allowed"),
+    (lambda: model("llama", torch.float64), "whose type is float64; allowed are float32 and bfloat16"),
+    (lambda: stored_copy(model("llama"), "q8_0"), "whose type is stored; allowed"),
     (lambda: model("llama").to("meta"), "it must be on one CPU, in one process; it is on meta"),
     (lambda: build(*ARCHITECTURES["llama"], seed=1).float(), "has 48 columns; allowed are multiples of 32"),
     (lambda: model("mixtral", torch.bfloat16), "it would have .* bytes, and the model has"),

@@ -56,7 +56,7 @@ def levels(stats: Stats) -> Table:
         accepted = f"{sum(level.accepted)} ({level.acceptance:.0%})"
         counts = (str(level.steps), str(sum(level.drafted)), accepted, f"{level.tokens_per_step:.2f}")
         table.add_row(name, *counts, seconds(level.score_seconds), seconds(level.propose_seconds))
-        level, name = level.middle, "sparse cache"
+        level, name = level.middle, "middle level"
     return table
 
 

@@ -293,7 +293,7 @@ class Level(Source):
         """Return the maximum bytes of a row's cache for ``tokens`` tokens, and of its forked recurrent states."""
         if self._make is None:
             return 0
-        return self._make(self.model, FullCache()).needs(self.model.kv, tokens) + self.model.kv.state_bytes
+        return self._make(self.model, FullCache(tokens)).needs(self.model.kv, tokens) + self.model.kv.state_bytes
 
     def read(self, row: Row, tokens: int) -> bool:
         own: TrialRow = row.states[self]

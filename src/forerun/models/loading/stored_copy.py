@@ -32,7 +32,7 @@ def stored_copy(model: PreTrainedModel, kind: str) -> PreTrainedModel:
     if (reason := unusable()) is not None:
         raise ValueError(f"{what}: there is no kernel for it here ({reason})")
     if model.dtype not in TYPES or is_stored(model):
-        raise ValueError(f"{what}, which is in {dtype_name(model)}; allowed are float32 and bfloat16")
+        raise ValueError(f"{what}, whose type is {dtype_name(model)}; allowed are float32 and bfloat16")
     packing = GGMLQuantizationType[kind.upper()]
     block, _ = GGML_QUANT_SIZES[packing]
     shared = {id(weight): weight for weight in model.parameters()}
