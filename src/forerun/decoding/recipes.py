@@ -41,8 +41,8 @@ that drafting is tried and measured."""
 
 COPY_ACCEPTED = 0.95
 """First guess of the acceptance rate of a copy of the target in fewer bits; it counts for two tokens. SmolLM2, from the
-tokens per step of four prompts: 0.94 to 0.97 in q8_0, 0.6 to 0.9 in q4_0. With 0.8, ``auto`` never tried it in
-bfloat16."""
+tokens per step of four prompts: 0.94 to 0.97 in q8_0, 0.6 to 0.9 in q4_0. With 0.8 and a
+draft at two thirds of a plain pass, as there in bfloat16, ``ChainPreparation`` expects no gain, so it is not tried."""
 
 SCANNED = 0.1
 """Share of a cached token that selection from short keys reads: 24 of 256 bytes per head in bfloat16 (512 in float32).
